@@ -185,6 +185,21 @@ def with_spikes(steps: Sequence[int], factor: float, arguments: Sequence[str]) -
     return main(arguments)
 
 
+def flip_a_bit_on_rank_1(step: int, arguments: Sequence[str]) -> int:
+    """One exponent bit of one of its gradients, at this step."""
+    from bloomery.parallel.gradients import Gradients
+
+    reduce, seen = Gradients.reduce_across_ranks, count(1)
+
+    def planted(self: Gradients) -> None:
+        if next(seen) == step and is_rank(1):
+            self.tensors()[5].view(torch.int32).view(-1)[7] ^= 1 << 30
+        reduce(self)
+
+    Gradients.reduce_across_ranks = planted  # type: ignore[method-assign]
+    return main(arguments)
+
+
 def stops_after_step_5(rank: int, arguments: Sequence[str]) -> int:
     """This rank gets SIGSTOP, in what it may take long for; the ranks' patience is short."""
     from bloomery.base import signals

@@ -28,7 +28,7 @@ _READS = ("name", "seed", "model", "tokenizer", "data", "batch", "train")
 
 
 @contextmanager
-def _opened_run(args: argparse.Namespace) -> Iterator[tuple[Recipe, TrainingPlan, OpenData]]:
+def opened_run(args: argparse.Namespace) -> Iterator[tuple[Recipe, TrainingPlan, OpenData]]:
     """A run's data, opened as training opens it."""
     recipe = arguments.load(args, reads=_READS).recipe
     if recipe.data is None:
@@ -68,7 +68,7 @@ def run_data(args: argparse.Namespace) -> int:
     if is_shard or not (word in shipped_recipes() or word.endswith(".yaml") or os.path.isfile(word)):
         return arguments.show(args, _facts_of_shards(prefixes, quick=args.quick), _data_text)
     words = argparse.Namespace(recipe=args.data[0], overrides=args.data[1:], run_dir=None)
-    with _opened_run(words) as (recipe, plan, data):
+    with opened_run(words) as (recipe, plan, data):
         from bloomery.data.inspect import recipe_facts
 
         facts = recipe_facts(recipe, data, train_samples=plan.train_samples, quick=args.quick)
@@ -131,14 +131,14 @@ def _range(text: str) -> tuple[int, int]:
 
 def run_sample(args: argparse.Namespace) -> int:
     first, last = args.samples
-    with _opened_run(args) as (_, plan, data):
+    with opened_run(args) as (_, plan, data):
         arguments.check_range("there is no sample", [last], 0, plan.train_samples - 1)
         return _print_samples(plan, data, first, last, as_json=args.json)
 
 
 def run_step(args: argparse.Namespace) -> int:
     first_step, last_step = args.step
-    with _opened_run(args) as (_, plan, data):
+    with opened_run(args) as (_, plan, data):
         arguments.check_range("there is no step", sorted({*args.step}), 1, plan.train_steps)
         first, end = plan.batch.consumed_after_step(first_step - 1), plan.batch.consumed_after_step(last_step)
         return _print_samples(plan, data, first, end - 1, as_json=args.json)
@@ -187,7 +187,7 @@ def _sample_text(sample: dict[str, Any], tokenizer: Any) -> str:
 
 
 def run_order(args: argparse.Namespace) -> int:
-    with _opened_run(args) as (recipe, plan, data):
+    with opened_run(args) as (recipe, plan, data):
         from bloomery.data.inspect import first_position, order_facts
 
         end, first = plan.train_samples, first_position(data.train)

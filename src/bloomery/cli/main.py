@@ -50,6 +50,8 @@ COMMANDS = {
     "watch": ("watch", "what a run is doing, live; --pulse: a line in its log, and alerts"),
     "scale": ("scale", "what more nodes bring: tokens per second and efficiency of short trainings"),
     "stop": ("stop", "ask a training to save and stop; --after-save: once its next scheduled checkpoint is begun"),
+    "explain": ("report", "the documents that a step of a run read, those of the highest loss first"),
+    "replay": ("report", "do one step of a run again, to tell bad data from bad hardware"),
     "verify": ("verify", "certify, on a small copy of a recipe, that every layout trains the same as one rank"),
     "generate": ("generate", "continue a prompt with a checkpoint"),
     "export": ("hf", "convert a checkpoint to a Hugging Face folder"),
@@ -59,7 +61,7 @@ COMMANDS = {
     "report": ("report", "write one HTML page about a run, or about several side by side"),
 }
 """Name -> module and what it does. A module of several commands has a `run_<last word>` for each."""
-_AS_IS = ("generate", "inspect sample", "inspect step")
+_AS_IS = ("generate", "explain", "inspect sample", "inspect step")
 """Their output is the text of documents or of a model, which stays as it is."""
 
 

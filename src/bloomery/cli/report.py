@@ -1,17 +1,31 @@
-"""`bloomery report RUN...`: one self-contained HTML page, about one run or several side by side."""
+"""`bloomery report RUN...`: one self-contained HTML page, about one run or several side by side.
+`bloomery explain RUN --step N`: what a step read, and which documents stand out.
+`bloomery replay RUN --step N`: the same step again, to tell bad data from bad hardware."""
+
+from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from bloomery.base import exit_codes
 from bloomery.base.doing import doing
-from bloomery.cli.arguments import add_json
+from bloomery.base.errors import Problem, RecipeError
+from bloomery.cli.arguments import add_device, add_json, check_range, columns, show, whole_number
+from bloomery.config.load import load_recipe
+from bloomery.config.schema import all_fields
+from bloomery.monitor import names
+from bloomery.monitor.history import EVENT, readable_lines
 from bloomery.monitor.record import strict_json
 from bloomery.monitor.report import read_runs, recipe_differences, write_csv, write_report
+from bloomery.sizing.layout import world_size
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folder of a run; several are compared")
     where = "where to write; default: report.html in the run folder, or here for several runs"
     parser.add_argument("--output", type=Path, help=where)
@@ -19,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser, "facts")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_report(args: argparse.Namespace) -> int:
     with doing(f"reading {', '.join(map(str, args.runs))}"):
         if args.csv:
             write_csv(args.runs, sys.stdout)
@@ -30,3 +44,147 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(write_report(*args.runs, output=args.output))
     return exit_codes.OK
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run")
+    parser.add_argument("--step", type=whole_number(1, 10**12), required=True, metavar="N", help="the step in question")
+    add_device(parser)
+
+
+def add_arguments_explain(parser: argparse.ArgumentParser) -> None:
+    _add_arguments(parser)
+    parser.add_argument("--before", type=whole_number(0), default=2, help="steps before it to look at; default: 2")
+    parser.add_argument("--documents", type=whole_number(1), default=5, help="how many to show; default: 5")
+    text = "do not load the checkpoint before the step, which tells what loss each document has"
+    parser.add_argument("--no-model", action="store_true", help=text)
+    add_json(parser)
+
+
+def run_explain(args: argparse.Namespace) -> int:
+    from bloomery.base.accelerator import pick_device
+    from bloomery.checkpoint.load import load_model, read_checkpoint
+    from bloomery.cli.inspect_data import opened_run
+    from bloomery.data.inspect import first_position
+    from bloomery.verify import causes
+
+    words = argparse.Namespace(recipe=str(_recipe(args.run)), overrides=[], run_dir=args.run)
+    with opened_run(words) as (_, plan, data):
+        check_range("there is no step", [args.step], 1, plan.train_steps)
+        known = plan.batch.first_step_reaching(first_position(data.train) + 1)
+        check_range("the run has changed its data since step", [args.step], known, plan.train_steps)
+        first, folder = max(known, args.step - args.before), causes.checkpoint_before(args.run, args.step)
+        with_model = folder is not None and not args.no_model
+        model = load_model(read_checkpoint(folder), device=pick_device(args.device)) if folder and with_model else None
+        documents = list(causes.documents_read(data, plan, first, args.step, model))
+    order = causes.by_excess(documents)
+    numbers = causes.recorded(args.run)
+    facts = {
+        "run": str(args.run),
+        "step": args.step,
+        "recorded": {str(step): numbers[step] for step in range(first, args.step + 1) if step in numbers},
+        "losses_by": folder.name if folder and with_model else None,
+        "documents": order if args.json else order[: args.documents],
+        "documents_read": len(documents),
+        "skip": [causes.to_skip(args.run, args.step)],
+    }
+    return show(args, facts, _explanation)
+
+
+def _explanation(facts: dict[str, Any]) -> str:
+    lines = [f"step {facts['step']:,} of {facts['run']}, and the steps before it"]
+    for step, numbers in facts["recorded"].items():
+        lines.append(
+            f"  recorded at step {step}: {', '.join(f'{name} {value:.5g}' for name, value in numbers.items())}"
+        )
+    by = f", by what they add to the loss with the weights of {facts['losses_by']}" if facts["losses_by"] else ""
+    lines.append(f"{len(facts['documents'])} of the {facts['documents_read']:,} documents that they read{by}:")
+    for each in facts["documents"]:
+        loss = "" if each["loss"] is None else f"loss {each['loss']:.3f}, "
+        span = f"tokens {each['start']:,} to {each['start'] + each['tokens'] - 1:,}"
+        where = f"document {each['document']:,} of {each['shard']}, {span}"
+        lines.append(f"  {loss}{where}; step {each['step']:,}, sample {each['sample']:,}")
+        lines += [f"    | {line}" for line in each["text"].splitlines()[:6]]
+    skip = facts["skip"][0]
+    lines.append(f"to resume without that data, from a checkpoint before it:\ntrain:\n  skip: [{skip}]")
+    lines.append(
+        f"the same step again, with the gradient of each weight: bloomery replay {facts['run']} --step {facts['step']}"
+    )
+    return "\n".join(lines)
+
+
+def add_arguments_replay(parser: argparse.ArgumentParser) -> None:
+    _add_arguments(parser)
+    what = "override fields, such as precision=fp32 or parallel.tp=2"
+    parser.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=what)
+    parser.add_argument("--output", type=Path, help="keep the replay here; default: a temporary folder")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="compare with the gradients of this kept replay")
+    add_json(parser)
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    from bloomery.checkpoint.folder import step_of
+    from bloomery.cli.main import main
+    from bloomery.verify import causes
+    from bloomery.verify.compare import RUN, TRACE
+
+    recipe, folder = _recipe(args.run), causes.checkpoint_before(args.run, args.step)
+    after = step_of(folder) if folder else 0
+    last = min((step for step in causes.recorded(args.run) if step >= args.step), default=args.step)
+    with ExitStack() as closing:
+        output = args.output or Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="bloomery-replay-")))
+        words = ["train", str(recipe), *_as_many_ranks(args), *args.overrides, f"train.exit_after={last - after} steps"]
+        words += ["monitor.tensorboard=false", "--quiet", "--run-dir", str(output / RUN)]
+        words += ["--trace", str(output / TRACE), "--trace-steps", "1", "--trace-from", str(args.step)]
+        words += ["--from", f"{args.run}@{after}"] if folder else []
+        words += ["--device", args.device] if args.device else []
+        words += [part for name in _to_change(args.overrides) for part in ("--change", name)]
+        with contextlib.redirect_stdout(sys.stderr):
+            code = main(words)
+        if code:
+            return code
+        verdicts = []
+        if args.against:
+            verdicts.append(causes.compare_gradients(output, args.against))
+        verdicts.append(causes.compare(args.run, output, after, args.step, exactly=not args.overrides))
+        gradients = causes.gradient_norms(output, args.step)
+    facts = {
+        "step": args.step,
+        "from": folder.name if folder else None,
+        "same": all(verdict.equal for verdict in verdicts),
+        "verdict": [line for verdict in verdicts for line in verdict.lines],
+        "gradients": gradients,
+    }
+    if args.json:
+        print(strict_json(facts, indent=2))
+        return exit_codes.OK
+    shown = [("weight", "gradient norm", "largest on rank")]
+    shown += [(each["weight"], f"{each['norm']:.5g}", str(each["rank"])) for each in gradients[:10]]
+    print(f"step {args.step:,} again, from {facts['from'] or 'the beginning'}\n{columns(shown)}")
+    print("\n".join(facts["verdict"]))
+    return exit_codes.OK
+
+
+def _as_many_ranks(args: argparse.Namespace) -> list[str]:
+    """As the run had, where whoever started it chose that and not the recipe."""
+    ranks = [event.get("ranks") for event in readable_lines(args.run / names.EVENTS_FILE, **EVENT)
+             if event["kind"] == names.Event.START and event["step"] < args.step]  # fmt: skip
+    recipe = load_recipe(str(_recipe(args.run)), args.overrides, is_saved=True).recipe
+    if args.overrides or not ranks or ranks[-1] in (None, world_size(recipe)):
+        return []
+    return [f"launch={{on: local, nodes: 1, gpus_per_node: {ranks[-1]}}}"]
+
+
+def _to_change(overrides: list[str]) -> list[str]:
+    """Fields whose change a resume asks to be named."""
+    rules = {path: spec.on_resume.kind for path, spec in all_fields().items()}
+    fields = [text.partition("=")[0].strip() for text in overrides]
+    return [field for field in fields if rules.get(field) not in (None, "free", "fixed")]
+
+
+def _recipe(run: Path) -> Path:
+    path = run / names.RECIPE_FILE
+    if not path.is_file():
+        rule = f"a run that trains has {names.RECIPE_FILE}"
+        raise RecipeError(Problem(f"{run} is not a run", rule, "give the folder that `bloomery train` wrote"))
+    return path

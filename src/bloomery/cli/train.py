@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, metavar="DIR", help="write the first steps' gradients and samples here")
     parser.add_argument("--trace-steps", type=int, default=2, metavar="N", help="how many steps; default: 2")
     parser.add_argument("--profile-at", type=int, metavar="STEP", help="profile steps from here on (monitor.profile)")
+    parser.add_argument(
+        "--trace-from", type=int, default=1, metavar="STEP", help="the first of them; default: the first"
+    )
     parser.add_argument("--quiet", action="store_true", help="print warnings and errors only")
 
 
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from bloomery.train.trace import Tracer
 
     device = pick_device(args.device)
-    trace = Tracer(args.trace, args.trace_steps, args.trace_steps) if args.trace else None
+    trace = Tracer(args.trace, args.trace_steps, args.trace_steps, args.trace_from) if args.trace else None
     options = {"quiet": args.quiet, "start_from": args.start_from, "changes": args.changes, "trace": trace}
     options |= {"import_weights": import_for, "profile_at": args.profile_at}
     stopped = None

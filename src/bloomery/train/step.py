@@ -112,7 +112,12 @@ def finish_pending_step(run: Run, state: TrainState) -> SavePlan | None:
     )
     if skipped:
         run.journal.event(
-            Event.SKIPPED_UPDATE, pending.step, losses=losses, grad_norm=grad_norm, loss_scale=pending.loss_scale
+            Event.SKIPPED_UPDATE,
+            pending.step,
+            losses=losses,
+            grad_norm=grad_norm,
+            loss_scale=pending.loss_scale,
+            samples=_samples_of(run, pending.step),
         )
     watch_spikes(run, state, pending.step, losses[LM_LOSS], grad_norm)
     if state.nan_steps_in_a_row >= run.recipe.train.stop_after_nan_steps:
@@ -133,7 +138,7 @@ def watch_spikes(run: Run, state: TrainState, step: int, loss: float, grad_norm:
     is_first, chance = watch.since is None, math.log(run.recipe.model.vocab_size)
     if watch.follow(step, loss, grad_norm, limits, factor=section.spike_factor, chance=chance):
         facts = {"loss": loss, "loss_limit": limits.loss, "grad_norm": grad_norm, "grad_norm_limit": limits.grad_norm}
-        run.journal.event(Event.SPIKE, step, **facts, action=section.on_spike)
+        run.journal.event(Event.SPIKE, step, **facts, action=section.on_spike, samples=_samples_of(run, step))
         if section.on_spike == "rewind" and step < run.plan.train_steps:
             watch.rewind_due = watch.rewind_due or step + 1
         if is_first:
@@ -144,6 +149,11 @@ def watch_spikes(run: Run, state: TrainState, step: int, loss: float, grad_norm:
     elif not is_first and watch.since is None:
         run.journal.event(Event.SPIKE_OVER, step)
         run.journal.notice(f"step {step:,}: loss and gradient norm are normal again")
+
+
+def _samples_of(run: Run, step: int) -> list[int]:
+    """The first and the last, for `bloomery explain` and `inspect sample`."""
+    return [run.plan.batch.consumed_after_step(step - 1), run.plan.batch.consumed_after_step(step) - 1]
 
 
 def evaluate(run: Run, state: TrainState, part: Literal["validation", "test"] = "validation") -> None:

@@ -29,12 +29,15 @@ class Tracer:
     folder: Path
     gradient_steps: int
     sample_steps: int
+    first_step: int = 1
     recipe_yaml: str = ""
     ranks: Ranks = ALONE
     _seen: int = 0
 
     def step(self, step: int, batch: GlobalBatch, gradients: Gradients, *, loss_scale: float) -> None:
         """Write down a step whose gradients are complete. All ranks call it."""
+        if step < self.first_step:
+            return
         self._seen += 1
         if self._seen <= self.sample_steps:
             everybody = self.ranks.gather(sample_hashes(batch))

@@ -1,0 +1,93 @@
+"""`bloomery explain` and `replay`: bad documents are found, and a bit that flipped is told from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rank_commands
+from bloomery.cli.main import main
+from bloomery.data.shards import ShardWriter
+from bloomery.launch.local import run_local_ranks
+from conftest import VOCAB, Workshop
+
+Command = Callable[..., tuple[int, str, str]]
+POISONED = (7, 23)
+FLIPPED = 13
+
+
+@pytest.fixture
+def poisoned(workshop: Workshop) -> Path:
+    """A run over documents that count upwards, but for two that jump about."""
+    random = np.random.default_rng(0)
+    with ShardWriter(str(workshop.folder / "train"), "uint16") as writer:
+        for document in range(60):
+            upwards = (np.arange(60) + random.integers(VOCAB)) % VOCAB
+            writer.append(random.integers(VOCAB, size=60) if document in POISONED else upwards)
+    return workshop.train("checkpoint.phases=[{every: 5 steps}]", "lr.peak=3e-2")
+
+
+def answer(command: Command, *words: object) -> dict[str, Any]:
+    code, out, err = command(*map(str, words), "--json")
+    assert code == 0, err
+    return dict(json.loads(out))
+
+
+def test_the_documents_that_made_a_loss_jump_are_named_with_their_text(poisoned: Path, command: Command) -> None:
+    found = answer(command, "explain", poisoned, "--step", 19, "--before", 6, "--device", "cpu")
+    assert found["losses_by"] == "step-00000015"
+    bad = [each for each in found["documents"] if each["document"] in POISONED and each["tokens"] > 2]
+    assert bad, "these steps read none: choose others"
+    first = found["documents"][: len(bad)]
+    assert {each["document"] for each in first} == {each["document"] for each in bad}, found["documents"][:5]
+    shard = np.fromfile(f"{first[0]['shard']}.bin", np.uint16)
+    words = shard[60 * first[0]["document"] + first[0]["start"] :][: first[0]["tokens"]].tolist()
+    assert first[0]["text"] == " ".join(map(str, words))
+    assert list(found["recorded"]) == [str(step) for step in range(13, 20)]
+    code, text, _ = command("explain", str(poisoned), "--step", "19", "--no-model")
+    assert code == 0
+    assert "skip: [19-19 steps]" in text
+
+
+def test_a_replay_equals_the_record_and_another_precision_is_compared_loosely(poisoned: Path, command: Command) -> None:
+    before = sorted(path.name for path in poisoned.rglob("*"))
+    kept = poisoned.parent / "kept"
+    same = answer(command, "replay", poisoned, "--step", 13, "--output", kept, "--device", "cpu")
+    assert same["same"], same
+    assert same["from"] == "step-00000010"
+    assert "THE SAME bit for bit" in same["verdict"][-1]
+    norm = Workshop.metrics(poisoned)[12]["grad_norm"]
+    assert sum(each["norm"] ** 2 for each in same["gradients"]) ** 0.5 == pytest.approx(norm, rel=1e-5)
+    other = answer(
+        command, "replay", poisoned, "--step", 13, "precision=bf16", "--against", kept, "--device", "cpu",
+    )  # fmt: skip
+    assert "gradients differ most in" in other["verdict"][0]
+    assert "within 2%" in other["verdict"][-1] or "DIFFERENT by more than 2%" in other["verdict"][-1]
+    assert before == sorted(path.name for path in poisoned.rglob("*")), "the run is as it was"
+
+
+def test_a_bit_that_flipped_on_one_rank_is_told_from_bad_data(workshop: Workshop, command: Command) -> None:
+    arguments = ["train", str(workshop.recipe), "--run-dir", "run", "--device", "cpu", "--quiet"]
+    words = [*arguments, "checkpoint.phases=[{every: 5 steps}]", "train.exit_after=15 steps"]
+    log = str(workshop.folder / "log")
+    planted = partial(rank_commands.logged, partial(rank_commands.flip_a_bit_on_rank_1, FLIPPED), log)
+    assert run_local_ranks(2, planted, words) == 0, Path(log).read_text()
+    found = answer(command, "replay", "run", "--step", FLIPPED, "--device", "cpu")
+    assert not found["same"]
+    assert f"DIFFERENT from step {FLIPPED} on" in found["verdict"][-1]
+
+
+def test_a_step_that_was_not_is_a_clear_error(poisoned: Path, command: Command) -> None:
+    code, _, err = command("explain", str(poisoned), "--step", "99")
+    assert code == 2
+    assert "there is no step 99. For this training the range is 1 to 20" in err
+    code, _, err = command("replay", str(poisoned.parent), "--step", "9")
+    assert code == 2
+    assert "is not a run" in err
+    assert main(["replay", str(poisoned), "--step", "0"]) == 2
