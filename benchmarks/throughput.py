@@ -120,7 +120,7 @@ def random_data(shard: Path, model: ModelSection) -> list[str]:
         special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
         tokenizer.mkdir()
         (tokenizer / "vocab.txt").write_text("\n".join([*special, *(f"w{i}" for i in range(5, model.vocab_size))]))
-    return [f"tokenizer.path={tokenizer}"] if encoder else ["tokenizer=null"]
+    return [f"tokenizer.path={tokenizer}"] if encoder else ["tokenizer=null", "prepare=[]"]
 
 
 def measure_peer(name: str, batch: int, steps: int, overrides: list[str]) -> dict[str, object]:
