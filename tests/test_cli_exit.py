@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -43,6 +44,14 @@ def test_threads_and_processes_are_waited_for() -> None:
     code, said = run("--version", before=child)
     assert code == 0
     assert said.endswith("tidied up\n")
+
+
+def test_a_process_that_a_library_aborts_says_where() -> None:
+    code = "import os; from bloomery.base import signals; signals.listen(); os.abort()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in done.stderr
+    assert 'File "<string>", line 1 in <module>' in done.stderr
 
 
 def test_a_signal_that_a_library_swallows_is_answered_and_the_recipe_is_not_blamed() -> None:

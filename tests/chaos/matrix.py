@@ -132,6 +132,15 @@ row("kill -9", "rank 0 between saves", LOST, "resumes", plant=Plant(AfterStep(3)
 row("kill -9", "rank 1 between saves", LOST, "resumes", plant=Plant(AfterStep(3), kill, 1), layouts=TWO_RANKS)
 row(
     "kill -9",
+    "rank 1 aborts between saves, as malloc does when the heap is damaged",
+    LOST,
+    "resumes",
+    plant=Plant(AfterStep(3), Signals((signal.SIGABRT,)), 1),
+    says="Fatal Python error: Aborted",
+    layouts=("tp2",),
+)
+row(
+    "kill -9",
     "all ranks at once, in a save",
     LOST,
     "resumes",

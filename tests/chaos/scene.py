@@ -55,7 +55,8 @@ PRELOAD = ["chaos.plant", "bloomery.train.loop", "bloomery.train.setup"]
 LIMIT_SECONDS = 90.0
 """A start that has not ended by then hangs, and its cell fails."""
 CHANGING = ("seconds_per_step", "samples_per_second", "tokens_per_second", "tflops", "mfu", "job", "time")
-CHANGING += ("memory_bytes", "peak_memory_bytes", "energy")
+CHANGING += ("memory_bytes", "peak_memory_bytes", "memory_share", "energy", "emissions", "timers", "rank_timers")
+CHANGING += ("hardware_tflops", "megatron_tflops")
 """What two equal trainings may differ in."""
 
 
@@ -190,10 +191,14 @@ def _exit_with(command: Callable[[Any], int], words: list[str]) -> None:
 
 @contextlib.contextmanager
 def _ended_after(seconds: float, notes: Path) -> Iterator[list[int]]:
-    """Kill the ranks that are still there by then; their process ids are in the list."""
+    """Kill the ranks that are still there by then, when they have said where they are; their process ids are in the
+    list."""
     hung: list[int] = []
 
     def end() -> None:
+        with contextlib.suppress(OSError):
+            (notes.parent / "run" / "control" / "stacks").touch()
+            time.sleep(5.0)  # they go to logs/stacks.txt, unless Python itself hangs
         for path in notes.glob("pid-*"):
             hung.append(int(path.read_text()))
             with contextlib.suppress(ProcessLookupError):

@@ -7,6 +7,7 @@ main thread is, for those who must judge that.
 """
 
 import contextlib
+import faulthandler
 import os
 import select
 import signal
@@ -72,6 +73,7 @@ def listen() -> None:
     if _guard is not None:
         return
     open_streams()
+    faulthandler.enable(2)  # a library that corrupts memory is named by the stacks of all threads
     _install(_interrupt)
     sys.excepthook = _last_words
     read, write = os.pipe()
