@@ -19,6 +19,8 @@ import pytest
 from bloomery.base.errors import DataError
 from bloomery.cli.main import main
 from bloomery.config.load import as_yaml, load_recipe
+from bloomery.config.recipe import AlertsSection
+from bloomery.launch.watch import status_of
 from bloomery.monitor import gather
 from bloomery.monitor.history import scan
 from bloomery.monitor.record import StepRecord, ValidationRecord, to_json
@@ -254,6 +256,9 @@ def test_every_second_of_a_run_is_booked_once(tmp_path: Path) -> None:
     expected = {"training": 80, "lost work": 20, "compile": 10, "evaluation": 5, "exposed save": 2, "start-up": 10}
     assert found.goodput == {**expected, "queue": 200, "down": 0, "hung": 100, "other": 1}
     assert sum(found.goodput.values()) == 421 + 7
+    status = status_of(run, "run", AlertsSection())
+    assert status.goodput == found.goodput
+    assert "goodput    queue 46.7%, hung 23.4%, training 18.7%, lost work 4.7%," in "\n".join(status.lines())
     page, checker = read_page(write_report(run))
     assert "Goodput 18.7% of 7m08s" in checker.text
     assert "left, job 1" in page

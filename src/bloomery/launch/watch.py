@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -22,6 +22,7 @@ from bloomery.base.units import format_bytes, format_count, format_seconds
 from bloomery.config.recipe import AlertsSection
 from bloomery.launch import cron, slurm
 from bloomery.monitor import names
+from bloomery.monitor.goodput import goodput_of
 from bloomery.monitor.history import EVENT, readable_lines
 from bloomery.monitor.record import StepRecord, from_json, strict_json
 
@@ -57,6 +58,8 @@ class Status:
     silent_seconds: float | None = None
     """Since the newest record or event, or the start of the job; None before there is any."""
     last_save: str = ""
+    goodput: dict[str, float] = field(default_factory=dict)
+    """Seconds of each part of the run's life; empty for very long runs, whose report has it."""
     alerts: dict[str, str] = field(default_factory=dict)
     """What is wrong, by its kind."""
 
@@ -74,8 +77,15 @@ class Status:
             f"speed      {format_count(self.tokens_per_second)} tokens/s",
             f"last save  {self.last_save or 'none yet'}",
             f"last sign  {silent}",
+            *_goodput_line(self.goodput),
             *(f"ALERT      {text}" for text in self.alerts.values()),
         ]
+
+
+def _goodput_line(parts: Mapping[str, float]) -> Iterator[str]:
+    if total := sum(parts.values()):
+        shares = sorted(((seconds / total, name) for name, seconds in parts.items()), reverse=True)
+        yield f"goodput    {', '.join(f'{name} {share:.1%}' for share, name in shares if share >= 0.001)}"
 
 
 def status_of(folder: Path, name: str, alerts: AlertsSection) -> Status:
@@ -95,6 +105,7 @@ def status_of(folder: Path, name: str, alerts: AlertsSection) -> Status:
         tokens_per_second=newest.tokens_per_second if newest else 0.0,
         eta_seconds=newest.seconds_per_step * max(0, newest.train_steps - newest.step) if newest else 0.0,
         silent_seconds=max(0.0, time.time() - max(times)) if max(times) else None,
+        goodput=goodput_of(folder),
         last_save=f"step {save['step']:,} at {save.get('iso_time', '?')}" if save else "",
     )
     return replace(status, alerts=dict(_alerts(folder, status, records, last, alerts)))

@@ -26,7 +26,7 @@ _SENTENCES = {
 """Of an event that has all these facts."""
 TROUBLE = {
     Event.SPIKE, Event.SKIPPED_UPDATE, Event.HANG, Event.ERROR, Event.DAMAGED, Event.DRIFT, Event.REWIND,
-    Event.SAVE_FAILED, Event.STORAGE_TROUBLE, Event.UPLOAD_FAILED, Event.RETENTION_FAILED,
+    Event.SAVE_FAILED, Event.SLOW_RANK, Event.STORAGE_TROUBLE, Event.UPLOAD_FAILED, Event.RETENTION_FAILED,
 }  # fmt: skip
 NOTABLE = TROUBLE | {Event.START, Event.STOP, Event.CHANGED, Event.SKIP, Event.TAKEN_OVER, Event.FETCHED, Event.RETIRED}
 """What a chart marks."""

@@ -44,6 +44,8 @@ COLUMNS = [
 _OPTIONAL = {each.name for each in fields(StepRecord) if each.type in (int | None, float | None)}
 GROUPS = [each.name for each in fields(StepRecord) if each.type in (dict[str, float], dict[str, int])]
 """Those that are several, by name."""
+NESTED = [each.name for each in fields(StepRecord) if each.type == dict[str, dict[str, float]]]
+"""Those that are several of several places, called `place/name`."""
 _MEDIANS = ("seconds_per_step", "tokens_per_second", "tflops", "mfu")
 _columns, _axes = attrgetter(*COLUMNS), attrgetter(*AXES)
 
@@ -67,6 +69,8 @@ class Gathered:
         """The newest."""
         self.saves: dict[str, dict[str, Any]] = {}
         """The newest event of each checkpoint."""
+        self.carbon: dict[str, dict[str, Any]] = {}
+        """Of each job what it emitted."""
         self.facts: dict[str, Any] = {}
         """The newest of each that any event has."""
         self.references: dict[str, float] = {}
@@ -156,6 +160,10 @@ class Gathered:
         for group in GROUPS:
             for name, value in getattr(record, group).items():
                 self._series[group, name].add(step, value)
+        for group in NESTED:
+            for place, values in getattr(record, group).items():
+                for name, value in values.items():
+                    self._series[group, f"{place}/{name}"].add(step, value)
         for curve, value in zip(self._axes, _axes(record)[1:], strict=True):
             curve.add(step, value)
         self.steps += 1
@@ -187,6 +195,8 @@ class Gathered:
             self.plan = event
         if event["kind"] in (names.Event.START, names.Event.STOP):
             self.last_word = event
+        elif event["kind"] == names.Event.CARBON:
+            self.carbon[str(event.get("job"))] = event
         elif event["kind"] == names.Event.SAVE:
             self.saves[str(event.get("folder"))] = event
 

@@ -1,10 +1,14 @@
 """The goodput ledger: every second of a run's life, across its jobs, booked once, from events and metrics."""
 
 import math
+from array import array
 from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bloomery.monitor import names
+from bloomery.monitor.history import EVENT, readable_lines, scan_metrics
 from bloomery.monitor.record import Record, StepRecord
 
 PARTS = {
@@ -19,6 +23,8 @@ PARTS = {
     "hung": "from the last sign of life until the hang was found",
     "other": "between records, and none of these",
 }
+_MOST_BYTES = 2**24
+"""Of metrics that are read to look at a run: a quarter of a second."""
 _ALWAYS = ("training", "lost work", "evaluation")
 
 
@@ -126,3 +132,21 @@ def _parts_of(job: _Job, room: float, step_seconds: float) -> dict[str, float]:
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) and value > 0 else 0.0
+
+
+def goodput_of(run: Path) -> dict[str, float]:
+    """The parts, for those who look at a run now; empty where that would take long."""
+    metrics = run / names.METRICS_FILE
+    if not metrics.is_file() or metrics.stat().st_size > _MOST_BYTES:
+        return {}
+    ledger, seconds = Ledger(), array("d")
+    for event in readable_lines(run / names.EVENTS_FILE, **EVENT):
+        ledger.event(event)
+
+    def take(record: Record) -> None:
+        ledger.record(record)
+        if isinstance(record, StepRecord) and math.isfinite(record.seconds_per_step):
+            seconds.append(record.seconds_per_step)
+
+    scan_metrics(metrics, take, lambda record: ledger.record(record, abandoned=True))
+    return ledger.parts(median(seconds) if seconds else math.nan)

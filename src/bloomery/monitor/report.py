@@ -20,7 +20,7 @@ from bloomery.config.load import as_dict, leaves, load_recipe, shipped_recipes
 from bloomery.families.family import LM_LOSS
 from bloomery.monitor import names
 from bloomery.monitor.events import NOTABLE, TROUBLE, sentence
-from bloomery.monitor.gather import AXES, GROUPS, Curve, Gathered, is_number, thin
+from bloomery.monitor.gather import AXES, NESTED, Curve, Gathered, is_number, thin
 from bloomery.monitor.goodput import PARTS
 from bloomery.monitor.history import scan_metrics
 from bloomery.monitor.page import Line, chart_html, data_html, fact, number, page, table
@@ -158,7 +158,9 @@ def write_csv(folders: Sequence[Path], file: TextIO) -> None:
         values: list[Any] = []
         for field, name in columns:
             value = getattr(record, field, None)
-            values.append(value.get(name) if isinstance(value, dict) and field in GROUPS else value)
+            place, _, inner = name.rpartition("/")
+            value = value.get(place, {}) if field in NESTED and isinstance(value, dict) else value
+            values.append(value.get(inner if field in NESTED else name) if isinstance(value, dict) else value)
         for group, name in groups:
             is_its = not isinstance(record, StepRecord) and f"{record.part}: {record.group}" == group
             values.append(record.losses.get(name) if is_its else None)
@@ -294,8 +296,9 @@ def _charts(runs: Sequence[RunOf]) -> tuple[list[str], list[str]]:
     more: list[str] = []
     for title, wanted in groups.items():
         palette.clear()
-        is_main = title.startswith("training loss")
-        (main if is_main else more).append(chart_html(title, [*lines(wanted, smooth=is_main)], from_zero=not is_main))
+        is_loss = title.startswith("training loss")
+        chart = chart_html(title, [*lines(wanted, smooth=is_loss)], from_zero=not is_loss)
+        (main if is_loss or title == "timers" else more).append(chart)
     return main, more
 
 
@@ -303,7 +306,7 @@ def _chart_of(field: str, name: str) -> str:
     """Numbers of one kind share a chart, such as those of several nodes: `node-1/power watts`."""
     if field == "source_losses":
         return "training loss by source"
-    return f"{_title(field)}: {name.rpartition('/')[2]}" if "/" in name else _title(field)
+    return f"{_title(field)}: {name.rpartition('/')[2]}" if field in NESTED else _title(field)
 
 
 def _other_losses(runs: Sequence[RunOf], loss: str, most: int) -> Iterator[Line]:
@@ -395,6 +398,11 @@ def _facts(run: RunOf) -> Iterator[str]:
         title, text = _FORETOLD[name]
         yield fact(title, text(measured), f"{text(predicted)} predicted ({predicted / measured - 1:+.1%})")
     yield from _energy_fact(found)
+    if found.carbon:
+        kilograms = sum(each.get("kg_co2e") or 0.0 for each in found.carbon.values())
+        estimated = {part for each in found.carbon.values() for part in each.get("estimated") or ()}
+        note = f"estimated: {', '.join(sorted(estimated))}" if estimated else "CodeCarbon"
+        yield fact("Emissions", f"{number(kilograms)} kg CO2e", note)
     if found.last_time >= found.first_time:
         jobs = max(1, len(found.jobs))
         yield fact("Wall clock", _duration(found.last_time - found.first_time), f"{jobs} job{'s' * (jobs != 1)}")
