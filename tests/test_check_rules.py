@@ -249,3 +249,17 @@ def test_check_warns_of_all_that_train_will_refuse(
     assert [problem.what for problem in caught.value.problems] == ["data is missing", "tokenizer is missing"]
     for problem in caught.value.problems:
         assert f"warning: `bloomery train` would refuse it: {problem}" in warnings
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        (["lr={peak: 1e-3, schedule: constant, warmup: 1000000 samples}"], "the rate never reaches lr.peak"),
+        (["lr.peak=1e-12", "lr.min=0"], "a model learns nothing with so little"),
+        (["optimizer.weight_decay=10"], "0.1 is usual"),
+        (["lr.peak=1e3"], "AdamW diverges"),
+    ],
+)
+def test_what_is_legal_and_surely_wrong_is_a_warning(sound: str, overrides: list[str], warning: str) -> None:
+    (found,) = load_checked_recipe(sound, overrides).warnings
+    assert warning in found.rule

@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from bloomery.cli.main import COMMANDS
+from bloomery.cli.main import COMMANDS, parser_of
 from bloomery.config.load import shipped_recipes
 
 Command = Callable[..., tuple[int, str, str]]
@@ -351,3 +353,32 @@ def test_alibi_slopes_for_any_number_of_heads(
     facts = answer(command, "inspect", "model", str(recipe), f"model.num_heads={heads}")
     assert len(facts["alibi_slopes"]) == heads
     assert facts["alibi_slopes"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_every_option_says_what_it_does_and_its_default() -> None:
+    for name, (module, _) in COMMANDS.items():
+        for action in parser_of(name, importlib.import_module(f"bloomery.cli.{module}"))._actions:
+            where = f"{name} {action.option_strings or action.dest}"
+            assert action.help, f"{where} has no help"
+            if action.nargs != 0 and action.default not in (None, [], ""):
+                assert "default" in action.help or action.help == argparse.SUPPRESS, f"{where} does not say its default"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_options_recipes_and_fields(command: Command, tmp_path: Path, shell: str) -> None:
+    code, script, _ = command("completion", shell)
+    assert (code, " --top-p" in script, "tr1-13b" in script) == (0, True, True)
+    (tmp_path / "script").write_text(script)
+    if shell == "zsh" or shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed, or answers a terminal only")
+    cases = {
+        "ins": "inspect",
+        "inspect sam": "sample",
+        "train quickstart lr.pe": "lr.peak=",
+        "generate x --top-": "--top-k",
+    }
+    for line, found in cases.items():
+        ask = f"COMP_WORDS=(bloomery {line}); COMP_CWORD={len(line.split())}; _bloomery; echo ${{COMPREPLY[@]}}"
+        ask = ask if shell == "bash" else f"complete -C 'bloomery {line}'"
+        done = subprocess.run([shell, "-c", f"source {tmp_path / 'script'}; {ask}"], capture_output=True, text=True)
+        assert found in done.stdout.split(), (line, done)

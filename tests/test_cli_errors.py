@@ -26,9 +26,9 @@ def run(workshop: Workshop) -> Path:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["generate", "run", "--prompt", "x", "--temperature", "hot"], "'hot' is not a number from 0 on"),
-        (["generate", "run", "--prompt", "x", "--temperature", "nan"], "'nan' is not a number from 0 on"),
-        (["generate", "run", "--top-p", "1.5"], "'1.5' is not a number from 0 to 1"),
+        (["generate", "run", "--prompt", "x", "--temperature", "hot"], "'hot' must be a number of at least 0"),
+        (["generate", "run", "--prompt", "x", "--temperature", "nan"], "'nan' must be a number of at least 0"),
+        (["generate", "run", "--top-p", "1.5"], "'1.5' must be a number of at least 0 and at most 1"),
         (["prepare", "r.yaml", "--unit", "2/2"], "2/2 is not K/N: share K of N"),
         (["prepare", "r.yaml", "--unit", "0/2/3"], "0/2/3 is not K/N: share K of N"),
     ],
@@ -73,7 +73,10 @@ def test_a_full_standard_output_is_told(workshop: Workshop) -> None:
 
 def test_what_people_write_elsewhere_is_understood(command: Command, tmp_path: Path) -> None:
     code, _, err = command("check", "quickstart", "--lr.peak=1e-3")
-    assert (code, err) == (2, "bloomery: fields of the recipe are given without dashes: lr.peak=1e-3\n")
+    assert (code, err) == (
+        2,
+        "bloomery: fields are given as section.field=value, without dashes: lr.peak=1e-3\n",
+    )
     (tmp_path / "tab.yaml").write_text("name: x\n\tmodel: 1\n")
     assert "Indent with spaces: YAML has no tabs" in command("check", str(tmp_path / "tab.yaml"))[2]
     assert "look at its exponent" in command("check", "quickstart", "lr.peak=1e3")[2].lower()

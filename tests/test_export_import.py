@@ -223,17 +223,17 @@ def test_no_proof_is_said_by_name_and_a_missing_one_is_a_warning(
     checkpoint = checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer)
     code, out, _ = command("export", str(checkpoint), str(tmp_path / "hf"), "--no-proof")
     assert code == 0
-    assert "not proven: --no-proof" in out
+    assert "not verified: --no-proof" in out
     assert json.loads((tmp_path / "hf" / "export-proof.json").read_text())["reason"] == "--no-proof"
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else real(name))
     code, out, err = command("export", str(checkpoint), str(tmp_path / "hf"))
     assert code == 0
-    assert "warning: not proven: transformers is not installed here" in err
+    assert "warning: not verified: transformers is not installed here" in err
     monkeypatch.setattr(importlib.util, "find_spec", real)
     monkeypatch.setattr("bloomery.interop.hf.proof._BYTES_TO_PROVE", 10**12)
     _, _, err = command("export", str(checkpoint), str(tmp_path / "hf"))
-    assert "warning: not proven: it needs about" in err
+    assert "warning: not verified: it needs about" in err
 
 
 def test_memory_that_only_caches_files_counts_as_free(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_an_import_whose_training_loss_would_be_another_is_refused(tmp_path: Pat
     assert not (tmp_path / "run").exists()
     code, out, _ = command(*words, "--no-proof")
     assert code == 0
-    assert "not proven: --no-proof" in out
+    assert "not verified: --no-proof" in out
 
 
 def test_a_checkpoint_of_an_earlier_version_resumes(workshop: Workshop) -> None:

@@ -129,7 +129,7 @@ def whole_number(least: int, most: int = 99_999) -> Callable[[str], int]:
 def positive(text: str) -> float:
     """The type of an option."""
     if not 0 < (found := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number greater than 0")
     return found
 
 

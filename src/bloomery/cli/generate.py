@@ -6,10 +6,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from bloomery.base import exit_codes
 from bloomery.base.doing import doing
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.cli.arguments import add_device, whole_number
+from bloomery.cli.arguments import add_device, add_json, show, whole_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the draws; default: 0")
     parser.add_argument("--tokenizer", help="folder with tokenizer.json; default: the recipe's")
     add_device(parser)
+    add_json(parser, "samples")
 
 
 def _number_to(most: float) -> Callable[[str], float]:
@@ -35,7 +35,7 @@ def _number_to(most: float) -> Callable[[str], float]:
             if 0 <= (value := float(text)) <= most and value < math.inf:
                 return value
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number from 0 {'on' if most == math.inf else f'to {most}'}"
+            f"{text!r} must be a number of at least 0" + (f" and at most {most}" if most < math.inf else "")
         )
 
     return number
@@ -71,5 +71,4 @@ def run(args: argparse.Namespace) -> int:
             eod_id=tokenizer.eod_id,
         )
     texts = [tokenizer.decode([token for token in row if token != tokenizer.eod_id]) for row in tokens.tolist()]
-    print("\n---\n".join(texts))
-    return exit_codes.OK
+    return show(args, {"samples": texts}, lambda _: "\n---\n".join(texts))

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bloomery.base import exit_codes
 from bloomery.base.hub import local_folder
 from bloomery.base.units import format_count
 from bloomery.cli.arguments import add_json, show, warn
@@ -25,6 +24,7 @@ def add_arguments_export(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--shard-size", type=_size, default=5 * 10**9, help="largest file, such as 5GB (the default)")
     parser.add_argument("--no-proof", action="store_true", help="do not reload the folder with transformers")
+    add_json(parser)
 
 
 def _size(text: str) -> int:
@@ -56,12 +56,12 @@ def run_export(args: argparse.Namespace) -> int:
         with_proof=not args.no_proof,
     )
     files = f" in {done.files} files" if done.files > 1 else ""
-    print(f"{args.output}: {done.architecture}, {done.tensors} tensors{files}, step {done.step:,}")
+    text = f"{args.output}: {done.architecture}, {done.tensors} tensors{files}, step {done.step:,}"
     if done.proof.proven or args.no_proof:
-        print(done.proof)
+        text += f"\n{done.proof}"
     else:
         warn(done.proof)
-    return exit_codes.OK
+    return show(args, {"folder": str(args.output), **asdict(done)}, lambda _: text)
 
 
 def add_arguments_hf(parser: argparse.ArgumentParser) -> None:

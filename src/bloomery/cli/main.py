@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Collection, Sequence
+from types import ModuleType
 from typing import NoReturn
 
 from bloomery import __version__
@@ -49,7 +50,7 @@ COMMANDS = {
     "watch install": ("watch", "look every hour or day, by a Slurm job that submits itself again"),
     "watch": ("watch", "what a run is doing, live; --pulse: a line in its log, and alerts"),
     "scale": ("scale", "what more nodes bring: tokens per second and efficiency of short trainings"),
-    "stop": ("stop", "ask a training to save and stop; --after-save: once its next scheduled checkpoint is begun"),
+    "stop": ("watch", "ask a training to save and stop; --after-save: once its next scheduled checkpoint is begun"),
     "explain": ("report", "the documents that a step of a run read, those of the highest loss first"),
     "replay": ("report", "do one step of a run again, to tell bad data from bad hardware"),
     "verify": ("verify", "certify, on a small copy of a recipe, that every layout trains the same as one rank"),
@@ -58,6 +59,7 @@ COMMANDS = {
     "import hf": ("hf", "start a run from a Hugging Face folder"),
     "import megatron-checkpoint": ("hf", "start a run from a checkpoint of Megatron, where that stopped"),
     "import megatron": ("import_megatron", "convert a Megatron command line, launch script and ds_config to a recipe"),
+    "completion": ("completion", "what bash, zsh or fish needs to complete commands, options and fields of recipes"),
     "report": ("report", "write one HTML page about a run, or about several side by side"),
 }
 """Name -> module and what it does. A module of several commands has a `run_<last word>` for each."""
@@ -150,14 +152,14 @@ def _run(arguments: list[str]) -> int:
         remedy = f"did you mean `bloomery {guess[0]}`?" if guess else "see `bloomery --help`."
         print(f"bloomery: there is no command {name!r}; {remedy}", file=sys.stderr)
         return exit_codes.USAGE
-    module, text = COMMANDS[name]
-    command = importlib.import_module(f"bloomery.cli.{module}")
-    own = "" if hasattr(command, "run") else f"_{re.split('[ -]', name)[-1]}"
-    parser = argparse.ArgumentParser(prog=f"bloomery {name}", description=text, allow_abbrev=False)
-    getattr(command, f"add_arguments{own}")(parser)
+    command = importlib.import_module(f"bloomery.cli.{COMMANDS[name][0]}")
+    parser = parser_of(name, command)
     own_words = itertools.takewhile(lambda word: word != "--", arguments[words:])
-    if dashed := [word for word in own_words if re.match(r"--[a-z_]+\.[\w.]+=", word)]:
-        print(f"bloomery: fields of the recipe are given without dashes: {dashed[0].lstrip('-')}", file=sys.stderr)
+    if dashed := [word for word in own_words if re.match(r"--[a-z_]+\.[\w.]+(=|$)", word)]:
+        print(
+            f"bloomery: fields are given as section.field=value, without dashes: {dashed[0].lstrip('-')}",
+            file=sys.stderr,
+        )
         return exit_codes.USAGE
     try:
         parse = getattr(command, "parse", argparse.ArgumentParser.parse_intermixed_args)  # its own, if it has one
@@ -165,7 +167,24 @@ def _run(arguments: list[str]) -> int:
     except SystemExit as answered:  # by argparse: help, or what is wrong with the arguments
         return int(answered.code or exit_codes.OK)
     args.command_line = arguments
-    return int(getattr(command, f"run{own}")(args))
+    return int(getattr(command, f"run{_own(name, command)}")(args))
+
+
+def parser_of(name: str, command: ModuleType) -> argparse.ArgumentParser:
+    """Of a command and its module. Each option that has a default says it."""
+    parser = argparse.ArgumentParser(prog=f"bloomery {name}", description=COMMANDS[name][1], allow_abbrev=False)
+    getattr(command, f"add_arguments{_own(name, command)}")(parser)
+    for action in parser._actions:
+        if action.default not in (None, False, [], "", argparse.SUPPRESS) and "default" not in (
+            action.help or "default"
+        ):
+            action.help = f"{action.help}; default: {action.default}"
+    return parser
+
+
+def _own(name: str, command: ModuleType) -> str:
+    """What the functions of a command end with in a module of several."""
+    return "" if hasattr(command, "run") else f"_{re.split('[ -]', name)[-1]}"
 
 
 def _help(commands: Collection[str]) -> str:

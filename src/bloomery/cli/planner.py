@@ -47,14 +47,14 @@ def _add_shape(parser: argparse.ArgumentParser, *, required: bool) -> None:
 
 
 def _add_recompute(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
+    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none", help="of activations")
 
 
 def add_arguments_tflops(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser, required=True)
     parser.add_argument("--global-batch", type=_ANY, required=True, help="samples of a step")
-    parser.add_argument("--gpus", type=_ANY, required=True)
-    parser.add_argument("--step-seconds", type=positive, required=True)
+    parser.add_argument("--gpus", type=_ANY, required=True, help="that take part")
+    parser.add_argument("--step-seconds", type=positive, required=True, help="time of a step")
     _add_recompute(parser)
     add_json(parser)
 
@@ -70,7 +70,7 @@ def run_tflops(args: argparse.Namespace) -> int:
 def add_arguments_days(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=_count, required=True, help="such as 300B")
     parser.add_argument("--params", type=_count, required=True, help="such as 13B")
-    parser.add_argument("--gpus", type=_ANY, required=True)
+    parser.add_argument("--gpus", type=_ANY, required=True, help="that take part")
     parser.add_argument("--tflops", type=positive, required=True, help="of one GPU, by the definition of the factor")
     parser.add_argument("--factor", type=positive, default=6.0, help="8 with full recomputation, else 6 (the default)")
     add_json(parser)

@@ -30,6 +30,7 @@ def add_arguments_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab-size", type=entries, help="entries of bpe, special tokens included")
     parser.add_argument("--output", required=True, help="folder for tokenizer.json")
     parser.add_argument("--text-key", default="text", help="where a .jsonl record or parquet row keeps its document")
+    add_json(parser)
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -60,11 +61,12 @@ def run_train(args: argparse.Namespace) -> int:
 
     with doing("training the tokenizer") as work:
         tokenizer = train_tokenizer(texts(), vocab_size=args.vocab_size, output=args.output, kind=args.kind)
-    print(
+    text = (
         f"{args.output}: {tokenizer.vocab_size:,} entries from {len(files):,} files "
         f"({empty} empty and {bad} unreadable left out), hash {tokenizer.content_hash[:12]}"
     )
-    return exit_codes.OK
+    facts = {"folder": args.output, "vocab_size": tokenizer.vocab_size, "files": len(files), "empty": empty}
+    return show(args, facts | {"unreadable": bad, "hash": tokenizer.content_hash}, lambda _: text)
 
 
 def add_arguments_prepare(parser: argparse.ArgumentParser) -> None:

@@ -1,16 +1,19 @@
 """`bloomery watch RUN`: what a run is doing, live; `--pulse`: once, into its log, with alerts.
-`bloomery watch install RUN`: that every hour or day, by a Slurm job that submits itself again."""
+`bloomery watch install RUN`: that every hour or day, by a Slurm job that submits itself again.
+`bloomery stop RUN`: ask a training to save and stop, by its control files; any colleague who may write there can."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from bloomery.base import exit_codes, signals
 from bloomery.base.errors import DataError, Problem, RecipeError
-from bloomery.base.storage import append_line, reason
+from bloomery.base.storage import append_line, open_plain, reason, writing
 from bloomery.base.units import parse_duration
 from bloomery.cli.arguments import add_json, show
 from bloomery.config.load import load_recipe
@@ -65,7 +68,7 @@ def add_arguments_install(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--on", choices=("slurm",), default="slurm", help="the scheduler")
     often = parser.add_mutually_exclusive_group()
     often.add_argument("--hourly", dest="every", action="store_const", const="1h", default="1h", help="the default")
-    often.add_argument("--daily", dest="every", action="store_const", const="24h")
+    often.add_argument("--daily", dest="every", action="store_const", const="24h", help="every 24 hours")
     often.add_argument("--every", metavar="TIME", help="such as 30m")
     parser.add_argument("--sync", metavar="TARGET", help="also `bloomery sync RUN TARGET`")
 
@@ -96,3 +99,24 @@ def _recipe(run: Path) -> Recipe:
         rule = f"a run folder holds {names.RECIPE_FILE}, or launch/{names.RECIPE_FILE}"
         raise DataError(Problem(f"{run} is not a run", rule, "give the folder of a run, usually runs/<name>"))
     return load_recipe(str(recipes[0]), is_saved=True).recipe
+
+
+def add_arguments_stop(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--after-save", action="store_true", help="once its next scheduled checkpoint is begun")
+    either.add_argument(
+        "--for-good", action="store_true", help="and forbid the next start until control/kill is removed"
+    )
+
+
+def run_stop(args: argparse.Namespace) -> int:
+    control = args.run / "control"
+    if not control.is_dir():
+        rule = "a training makes control/ in its run folder when it starts"
+        raise DataError(Problem(f"{args.run} is no run that has started", rule, "give its folder, usually runs/<name>"))
+    name = "stop-after-save" if args.after_save else "kill" if args.for_good else "stop"
+    with writing(control / name), suppress(FileExistsError):  # somebody else's, who has asked already
+        os.close(open_plain(control / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+    print(f"{args.run}: asked to stop{' after its next checkpoint' if args.after_save else ''}")
+    return exit_codes.OK

@@ -25,6 +25,7 @@ from bloomery.sizing.schedule import BatchPlan, TrainingPlan, skip_range
 LAYOUT = ("launch.nodes", "launch.gpus_per_node", "parallel.tp", "parallel.pp", "parallel.cp")
 _SEVERAL_STAGES = ("interleaved", "zero_bubble")
 _MOST_LEVELS = 10_000
+_SMALLEST_USUAL_RATE = 1e-8
 _LARGEST_USUAL_RATE = 0.1
 _MOST_STEPS = 100_000_000
 _FP8_UNIT = 16
@@ -291,6 +292,14 @@ def lengths(recipe: Recipe) -> Findings:
     if lr.peak > _LARGEST_USUAL_RATE:
         rule = f"AdamW diverges: small models learn with at most {_LARGEST_USUAL_RATE}, large ones with far less"
         yield Finding(("lr.peak",), rule, "look at its exponent", is_warning=True)
+    if lr.schedule == "constant" and warmup >= plan.train_samples > 0:
+        rule = f"the rate never reaches lr.peak: its warm-up ends at {warmup:,} of {plan.train_samples:,} samples"
+        yield Finding(("lr.warmup", "train.for"), rule, "shorten the warm-up or train for longer", is_warning=True)
+    if lr.peak < _SMALLEST_USUAL_RATE:
+        yield Finding(("lr.peak",), "a model learns nothing with so little", "look at its exponent", is_warning=True)
+    if recipe.optimizer.weight_decay >= 1:
+        rule = "it is multiplied with the rate, and so large it outweighs what is learned: 0.1 is usual"
+        yield Finding(("optimizer.weight_decay",), rule, "look at its decimal point", is_warning=True)
     if lr.min > lr.peak:
         yield Finding(("lr.min", "lr.peak"), "the minimum lies below the peak", "lower lr.min")
 

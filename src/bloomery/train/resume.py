@@ -21,7 +21,7 @@ from bloomery.data.blend import BlendState
 from bloomery.data.causal import DataCursor
 from bloomery.data.open import OpenData
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
-from bloomery.monitor.history import Start
+from bloomery.monitor.history import Start, set_abandoned_aside
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.monitor.names import Event
@@ -199,6 +199,7 @@ def archive_stale(recipe: Recipe, roots: Sequence[Path], past: ResumePoint, jour
             journal.notice(f"later checkpoints belong to a branch that is abandoned now; they are in {root / RETIRED}")
         if done.latest_said is not None and past.checkpoint is not None:
             journal.event(Event.LATEST_MENDED, step, said=done.latest_said, place=str(root))
+    set_abandoned_aside(roots[0].parent, step)
     used = past.checkpoint.folder.name if past.checkpoint else "nothing"
     for place, reasons in choice.damaged.items():
         parent, _, name = str(place).rpartition("/")

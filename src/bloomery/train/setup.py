@@ -34,7 +34,7 @@ from bloomery.data.epochs import counted
 from bloomery.data.open import open_data
 from bloomery.monitor import names
 from bloomery.monitor.carbon import Carbon
-from bloomery.monitor.history import Ledger, read_ledger, set_abandoned_aside
+from bloomery.monitor.history import Ledger, read_ledger
 from bloomery.monitor.journal import Journal, open_journal
 from bloomery.monitor.meters import IntervalMeter, start_meter
 from bloomery.monitor.names import Event
@@ -234,8 +234,6 @@ def _build(
     with doing(f"loading {source.folder}" if source else "initialising the model"):
         optimizer, runner = _build_model(opened, mesh, timers.mark)
     first_rank_does(ranks, partial(archive_stale, recipe, roots, past, opened.journal))  # the resume point is loaded
-    if ranks.rank == 0:
-        set_abandoned_aside(opened.folder, past.state.step)
     with agreed(ranks):
         for tier in local:
             tier.prepare_node_dir()

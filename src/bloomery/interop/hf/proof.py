@@ -63,7 +63,7 @@ class Proof:
 
     def __str__(self) -> str:
         if self.max_logit_difference is None:
-            return f"not proven: {self.reason}"
+            return f"not verified: {self.reason}"
         if self.training_loss is not None:
             losses = f"training loss {self.training_loss:.6g}, transformers' {self.their_loss:.6g}"
             return f"proof: {losses}; largest logit difference {self.max_logit_difference:.1e}"

@@ -202,7 +202,7 @@ def _proof(checkpoint: Path, recipe: Recipe, compare: Path | None) -> str:
         logits = made[0] if isinstance(made, tuple) else made
         if not bool(logits.isfinite().all()):
             raise DataError(Problem("the model computes logits that are not finite", remedy="import an earlier one"))
-        return "not proven: its logits are finite; name its Hugging Face conversion with --compare-hf to prove it"
+        return "not verified: its logits are finite; name its Hugging Face conversion with --compare-hf to prove it"
     proof: Proof = prove_import(saved, compare)
     if not proof.proven:
         rule = "its logits and its loss must be ours to rounding"
