@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bloomery.base import exit_codes
 from bloomery.base.hub import local_folder
 from bloomery.base.units import format_count
 from bloomery.cli.arguments import add_json, show, warn
