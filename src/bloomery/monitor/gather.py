@@ -47,7 +47,8 @@ GROUPS = [each.name for each in fields(StepRecord) if each.type in (dict[str, fl
 NESTED = [each.name for each in fields(StepRecord) if each.type == dict[str, dict[str, float]]]
 """Those that are several of several places, called `place/name`."""
 _MEDIANS = ("seconds_per_step", "tokens_per_second", "tflops", "mfu")
-_columns, _axes = attrgetter(*COLUMNS), attrgetter(*AXES)
+_KEPT = (*COLUMNS, *AXES[1:])
+_numbers, _axes = attrgetter(*_KEPT), attrgetter(*AXES)
 
 
 class Gathered:
@@ -79,7 +80,7 @@ class Gathered:
         self.last_word: dict[str, Any] = {}
         """The newest start or stop."""
         self.ledger = Ledger()
-        self._axes = [Curve() for _ in AXES[1:]]
+        self._axes = {name: Curve() for name in AXES[1:]}
         self._all: dict[str, list[NDArray[np.float32]]] = {name: [] for name in _MEDIANS}
         self._rows = array("d")
         """The newest records: step and columns of each."""
@@ -91,8 +92,11 @@ class Gathered:
         return self._series
 
     def _fold(self) -> None:
-        rows, self._rows = np.frombuffer(self._rows).reshape(-1, 1 + len(COLUMNS)), array("d")
-        for i, name in enumerate(COLUMNS if len(rows) else (), 1):
+        rows, self._rows = np.frombuffer(self._rows).reshape(-1, 1 + len(_KEPT)), array("d")
+        for i, name in enumerate(_KEPT if len(rows) else (), 1):
+            if name in AXES:
+                self._axes[name].extend(rows[:, [0, i]])
+                continue
             if name in self._all:
                 self._all[name].append(rows[:, i].astype(np.float32))
             known = rows[np.isfinite(rows[:, i])] if name in _OPTIONAL else rows
@@ -105,7 +109,8 @@ class Gathered:
 
     def axes(self, curves: Sequence[Curve] = ()) -> dict[str, list[float]]:
         """What the steps are on each axis, between which lines are straight: of this run, or of a branch."""
-        if not (found := [thin(curve.points, 400) for curve in curves or self._axes])[0].size:
+        self._fold()
+        if not (found := [thin(curve.points, 400) for curve in curves or self._axes.values()])[0].size:
             return {}
         steps = np.unique(np.concatenate([points[:, 0] for points in found]))
         known = [np.maximum.accumulate(np.interp(steps, points[:, 0], points[:, 1])) for points in found]
@@ -154,8 +159,8 @@ class Gathered:
                 self.validation_losses[f"{record.part}: {record.group}", name].add(step, loss)
             return
         self.last_step = record
-        self._rows.extend([step, *(math.nan if value is None else value for value in _columns(record))])
-        if len(self._rows) > _MOST_KEPT * (1 + len(COLUMNS)):
+        self._rows.extend([step, *(math.nan if value is None else value for value in _numbers(record))])
+        if len(self._rows) > _MOST_KEPT * (1 + len(_KEPT)):
             self._fold()
         for group in GROUPS:
             for name, value in getattr(record, group).items():
@@ -164,8 +169,6 @@ class Gathered:
             for place, values in getattr(record, group).items():
                 for name, value in values.items():
                     self._series[group, f"{place}/{name}"].add(step, value)
-        for curve, value in zip(self._axes, _axes(record)[1:], strict=True):
-            curve.add(step, value)
         self.steps += 1
         self.skipped_steps += record.skipped_steps
         self.nan_steps += record.nan_steps

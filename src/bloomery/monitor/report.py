@@ -42,6 +42,7 @@ _CHARTS = {
     "step": ("seconds", ["seconds_per_step"]),
 }
 """Title: unit, and fields of the records. What is in none of them has a chart of its own, further down."""
+_NOISY, _LONG = ("grad_norm", "tokens_per_second", "seconds_per_step"), 300
 _FREE_SCALE = ("lr", "mfu")
 _NEVER = ("skipped_steps", "nan_steps", "samples_per_second")
 _AXIS_TITLES = dict(zip(AXES, ("steps", "tokens", "hours", "FLOPs"), strict=True))
@@ -261,7 +262,8 @@ def _charts(runs: Sequence[RunOf]) -> tuple[list[str], list[str]]:
                     continue
                 name = f"{run.name} · {label}" * several or label
                 color = i if several and len(wanted) == 1 else palette.setdefault(name, len(palette))
-                even = curve.smooth if smooth else None
+                noisy = key[0] in _NOISY and len(curve.points) > _LONG
+                even = curve.smooth if smooth or noisy else None
                 if even is not None and len(even):
                     yield Line(f"{name}, raw", thin(curve.points, most), str(i), color, "raw")
                     yield Line(name, thin(even, most), str(i), color)
