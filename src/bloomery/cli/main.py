@@ -43,6 +43,7 @@ COMMANDS = {
     "inspect order": ("inspect_data", "epochs, ranges and shares of every source"),
     "inspect checkpoint": ("inspect_checkpoint", "contents of a checkpoint; --verify, --list"),
     "inspect model": ("recipe", "parameters by group and FLOPs per token of a recipe"),
+    "inspect flops": ("recipe", "parameters, FLOPs and time of every module of a recipe's model, as it runs"),
     "train": ("train", "train, or resume where the run stopped"),
     "launch": ("launch", "start a training on this machine, hosts, Slurm or AzureML, and again until it is done"),
     "doctor": ("doctor", "what this machine has, what is missing for which feature, and whether it can train a recipe"),

@@ -1,16 +1,19 @@
 """`bloomery check RECIPE`: every problem at once, or one line with its parameters, steps and tokens.
 `bloomery recipes [NAME]`: those that come with Bloomery.
 `bloomery inspect model RECIPE`: parameters by group and FLOPs per token.
+`bloomery inspect flops RECIPE`: parameters, FLOPs and time of every module, as torch counts them.
 `bloomery inspect schedule RECIPE`: the whole plan of a training, before anything runs."""
 
 import argparse
 import json
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from bloomery.base import exit_codes
 from bloomery.base.errors import RecipeError
+from bloomery.base.storage import write_atomically
 from bloomery.base.units import Epochs, format_count
 from bloomery.cli import arguments
 from bloomery.cli.arguments import (
@@ -103,6 +106,85 @@ def add_arguments_model(parser: argparse.ArgumentParser) -> None:
 
 def run_model(args: argparse.Namespace) -> int:
     return show(args, model_facts(load(args, reads=("name", "model", "parallel", "launch")).recipe))
+
+
+def add_arguments_flops(parser: argparse.ArgumentParser) -> None:
+    add_recipe_arguments(parser)
+    parser.add_argument("--device", metavar="DEVICE", help="really compute on it (cpu, cuda): times too")
+    parser.add_argument("--depth", type=int, default=-1, metavar="N", help="how deep to go into modules; default: all")
+    parser.add_argument("--top", type=int, default=1, metavar="N", help="modules named at each depth; default: 1")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write it there")
+    add_json(parser)
+
+
+def run_flops(args: argparse.Namespace) -> int:
+    import torch
+
+    from bloomery.base.accelerator import out_of_memory_problem, pick_device
+    from bloomery.model.flops import module_costs
+
+    recipe = load(args, reads=("name", "model", "batch", "precision")).recipe
+    device = pick_device(args.device) if args.device else None
+    fast = device is not None and device.type != "cpu" and recipe.precision != "fp32"
+    dtype = (torch.float16 if recipe.precision == "fp16" else torch.bfloat16) if fast else torch.float32
+    rows = recipe.batch.micro_batch_size
+    try:
+        costs = module_costs(recipe.model, micro_batch_size=rows, device=device, dtype=dtype)
+    except Exception as error:
+        if device is None or (problem := out_of_memory_problem(error, device)) is None:
+            raise
+        raise RecipeError(problem) from error
+    facts = {"name": recipe.name, "micro_batch_size": rows, "seq_length": recipe.model.seq_length}
+    facts |= {"device": args.device, "modules": [{**asdict(each), "macs": each.macs} for each in costs]}
+    text = json.dumps(facts, indent=2) if args.json else _flops_text(facts, depth=args.depth, top=args.top)
+    if args.output is None:
+        print(text)
+    else:
+        write_atomically(args.output, text + "\n")
+    return exit_codes.OK
+
+
+def _flops_text(facts: dict[str, Any], *, depth: int, top: int) -> str:
+    modules: list[dict[str, Any]] = facts["modules"]
+    whole, timed = modules[0], modules[0]["seconds"] is not None
+    names = {"parameters": "parameters", "macs": "MACs", "seconds": "latency"}
+
+    def cell(module: dict[str, Any], name: str) -> str:
+        value = module[name]
+        if value is None:
+            return "-"
+        shown = f"{value * 1e3:.3f} ms" if name == "seconds" else format_count(value)
+        return f"{shown} {value / whole[name]:.1%}" if whole[name] else shown
+
+    def speed(module: dict[str, Any]) -> str:
+        seconds = module["seconds"]
+        return f"{module['forward_flops'] / seconds / 1e12:.3g} TFLOP/s" if seconds else "-"
+
+    tokens = f"{facts['micro_batch_size']} x {facts['seq_length']:,} tokens"
+    lines = [f"{facts['name']}: one micro-batch of {tokens}, without recomputation; only products are FLOPs"]
+    lines += [", ".join(f"{each} {format_count(whole[f'{each}_flops'])} FLOPs" for each in ("forward", "backward"))]
+    lines += [f"forward latency {cell(whole, 'seconds')}, {speed(whole)}"] * timed
+    lines += ["", f"most at each depth (the top {top}):"]
+    shown = [name for name in names if name != "seconds" or timed]
+    rows = [["depth", *(names[name] for name in shown)]]
+    for level in range(max(each["depth"] for each in modules) + 1):
+        sums: dict[str, Counter[str]] = {name: Counter() for name in shown}
+        for each in (each for each in modules if each["depth"] == level):
+            for name in shown:
+                sums[name][each["kind"]] += each[name] or 0
+        best = [
+            ", ".join(f"{kind} {cell({name: most}, name)}" for kind, most in sums[name].most_common(top))
+            for name in shown
+        ]
+        rows.append([str(level), *best])
+    lines += [columns(rows), "", "every module, its shares of the whole:"]
+    rows = [["module", "", *(names[name] for name in shown), "forward FLOPs", *["speed"] * timed]]
+    for each in modules:
+        if depth < 0 or each["depth"] <= depth:
+            cells = [cell(each, name) for name in shown]
+            rows.append([each["name"] or facts["name"], each["kind"], *cells, format_count(each["forward_flops"])])
+            rows[-1] += [speed(each)] * timed
+    return "\n".join([*lines, columns(rows)])
 
 
 def model_facts(recipe: Recipe) -> dict[str, Any]:

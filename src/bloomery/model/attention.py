@@ -58,7 +58,7 @@ def choose_kernel(device_type: str, *, plain: bool, dropout: float, seq_length: 
     """
     if plain:
         return "sdpa"
-    if device_type != "cpu" and dropout == 0 and head_dim >= 16 and seq_length >= _FLEX_BLOCK:
+    if device_type not in ("cpu", "meta") and dropout == 0 and head_dim >= 16 and seq_length >= _FLEX_BLOCK:
         return "flex"
     return "bias"
 
