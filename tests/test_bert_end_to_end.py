@@ -210,6 +210,79 @@ def test_a_bert_that_goes_out_and_in_and_out_is_the_same_to_the_byte(
         assert Path("out", name).read_bytes() == Path("again", name).read_bytes(), name
 
 
+def stories_of(batch: Any, name: str) -> list[tuple[int, list[str]]]:
+    """(label, the segments as text, without masks) of each sample."""
+    tokenizer, labels = Tokenizer.load("wordpiece"), batch.targets["lm loss"].numpy()
+    whole = np.where(labels >= 0, labels, batch.inputs["tokens"].numpy())
+    kinds = batch.targets[name].tolist() if name else [0] * len(whole)
+    return [
+        (kind, tokenizer.decode(tokens).removeprefix("[CLS]").split("[SEP]")[:-1])
+        for kind, tokens in zip(kinds, whole, strict=True)
+    ]
+
+
+def test_next_sentences_follow_or_are_of_another_story(inside: Path) -> None:
+    recipe = load_checked_recipe("bert.yaml", ["model.second_head=next_sentence", "train.evaluate=null"]).recipe
+    stories = [json.loads(line)["text"].lower() for line in (inside / "days.jsonl").read_text().splitlines()]
+    known = {"".join(story.replace(".", " . ").split()) for story in stories}
+    with open_data(recipe) as data:
+        found = stories_of(data.train.batch(0, 400), "nsp loss")
+    assert 150 < sum(kind for kind, _ in found) < 250
+    for kind, (first, second) in found:
+        if kind == 0:
+            assert any(("".join((first + second).split())) in story for story in known)
+    elsewhere = [pair for kind, pair in found if kind == 1]
+    apart = [not any("".join((a + b).split()) in story for story in known) for a, b in elsewhere]
+    assert np.mean(apart) > 0.9, "a small world has coincidences"
+
+
+def test_masked_tokens_alone_are_one_segment_of_full_length(inside: Path) -> None:
+    recipe = load_checked_recipe("bert.yaml", ["model.second_head=none", "train.evaluate=null"]).recipe
+    with open_data(recipe) as data:
+        batch = data.train.batch(0, 64)
+    assert set(batch.targets) == {"lm loss"}
+    assert not batch.inputs["token_types"].any()
+    assert all(len(segments) == 1 for _, segments in stories_of(batch, ""))
+
+
+@pytest.mark.parametrize("second", ["next_sentence", "none"])
+def test_another_second_head_trains_resumes_goes_out_and_in(
+    second: str, inside: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    settings = ("train.for=30 steps", f"model.second_head={second}")
+    whole = train(f"{second}-whole", *settings)
+    run = train(f"{second}-run", *settings, "train.exit_after=7 steps")
+    train(f"{second}-run", *settings)
+    losses = [row["losses"] for row in Workshop.metrics(whole)]
+    assert [row["losses"] for row in Workshop.metrics(run)] == losses
+    assert set(losses[0]) == {"lm loss"} | ({"nsp loss"} if second == "next_sentence" else set())
+    assert losses[-1]["lm loss"] < 0.8 * losses[0]["lm loss"]
+    out, imported, again = (f"{second}-{name}" for name in ("out", "in", "again"))
+    for words in (("export", str(run), out), ("import", "hf", out, imported), ("export", imported, again)):
+        code, said, error = command(*words)
+        assert code == 0, said + error
+        assert "proof: " in said
+    for name in ("config.json", "model.safetensors"):
+        assert Path(out, name).read_bytes() == Path(again, name).read_bytes(), name
+    config = json.loads(Path(out, "config.json").read_text())
+    assert config["architectures"] == ["BertForMaskedLM" if second == "none" else "BertForPreTraining"]
+    saved = yaml.safe_load(Path(imported, "recipe.yaml").read_text())
+    assert saved["model"]["second_head"] == second
+
+
+def test_a_masked_lm_of_transformers_is_imported(
+    inside: Path, command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    BertForMaskedLM(BertConfig(vocab_size=100, max_position_embeddings=16, **sizes)).save_pretrained(tmp_path / "hf")
+    code, out, err = command("import", "hf", str(tmp_path / "hf"), str(tmp_path / "run"))
+    assert code == 0, err
+    assert "proof: " in out
+    assert yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())["model"]["second_head"] == "none"
+
+
 def test_an_export_with_another_tokenizer_is_refused(
     trained: Path, inside: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

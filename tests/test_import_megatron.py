@@ -72,7 +72,7 @@ def test_tr11_becomes_the_shipped_recipe_and_its_published_schedule(tmp_path: Pa
     assert (zero.value, zero.result) == ("0", "1")
     left_out = {row.flag: row.remark for row in done.rows_of("left out")}
     files = {f"--{part}-weighted-split-paths-path" for part in ("train", "valid")}
-    assert left_out.keys() == {*files, "--eval-interval", "--eval-iters", "--log-timers-to-tensorboard"}
+    assert left_out.keys() == {*files, "--eval-interval", "--eval-iters"}
     assert "the file is not here: add --" in left_out["--train-weighted-split-paths-path"]
 
 
@@ -183,6 +183,7 @@ MAPPED = f"""
 --lr-warmup-fraction .015 -> lr: {{warmup: 12 samples, decay: 100 steps}}
 --lr-decay-tokens 12800 --lr-warmup-fraction .1 --lr-decay-iters 50 -> lr: {{warmup: 40 samples, decay: 12800 tokens}}
 --lr-warmup-tokens 2560 --lr-warmup-iters 5 -> lr: {{warmup: 2560 tokens}}
+--profile --profile-step-end 15 -> monitor: {{profile: {{wait: 9, warmup: 1, active: 5, repeat: 1}}}}
 --save-interval 5 -> checkpoint: {{phases: [{{every: 5 steps}}]}}
 --data-path 0.3 a 0.7 b -> data: {{train: [{{path: a, weight: 0.3}}, {{path: b, weight: 0.7}}], split: '969,30,1'}}
 --data-path a --eod-mask-loss --eval-iters 3 -> {{data: {{eod_loss: false}}, train: {{evaluate: {{steps: 3}}}}}}
@@ -204,6 +205,8 @@ def test_bert_becomes_a_bert() -> None:
     done = import_megatron(["pretrain_bert.py", *SMALL, *words.split()])
     assert done.recipe.model.family == "bert"
     assert field_of(done, "data.masking.probability") == 0.2
+    alone = import_megatron(["pretrain_bert.py", *SMALL, "--bert-no-binary-head"])
+    assert alone.recipe.model.second_head == "none"
     assert not done.rows_of("differs")
     with pytest.raises(RecipeError, match="the model has encoder: True, positions: learned, norm: layer, gated: True"):
         import_megatron(["pretrain_bert.py", *SMALL, "--swiglu"])
@@ -229,6 +232,8 @@ REPORTED = """
 --fp8-margin 1 -> not needed
 --fp8-margin 1 --fp8-hybrid -> differs
 --log-num-zeros-in-grad -> not needed
+--log-timers-to-tensorboard -> not needed
+--profile-step-end 5 -> not needed
 --test-data-path a -> left out
 """
 
@@ -325,7 +330,13 @@ def test_what_the_table_says_of_this_program_is_so() -> None:
         for option in re.findall(r"bloomery train.*?(--[a-z]+)", remark):
             assert option in parser.format_help()
     record = step_record(
-        1, loss_scale=2.0, memory_bytes=1, energy={"joules": 1.0, "measured_seconds": 1.0, "device_seconds": 1.0}
+        1,
+        loss_scale=2.0,
+        memory_bytes=1,
+        megatron_tflops=1.0,
+        params_norm=1.0,
+        timers={"forward": 1.0},
+        energy={"joules": 1.0, "measured_seconds": 1.0, "device_seconds": 1.0},
     )
     curves = {tag for each in (record, validation_record(1, group="valid")) for tag, _, _ in scalars(each)}
     assert set(RECORDED.values()) <= curves

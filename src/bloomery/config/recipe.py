@@ -90,6 +90,9 @@ class ModelSection(Section):
     tie_embeddings: bool
     """Whether the output head shares the token embedding; by family: true, or false with rotary."""
 
+    second_head: Literal["sentence_order", "next_sentence", "none"] = "sentence_order"
+    """What bert also predicts: whether two segments are exchanged, whether the second follows the first; or nothing."""
+
     @property
     def head_size(self) -> int:
         """head_dim, or its default."""

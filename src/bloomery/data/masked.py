@@ -1,8 +1,9 @@
-"""Samples for masked-token and sentence-order prediction, as BERT and Megatron do it: `[CLS] A [SEP] B [SEP]` from
-a shard of sentences.
+"""Samples for masked-token prediction and, beside it, sentence-order or next-sentence prediction, as BERT and Megatron
+do it: `[CLS] A [SEP] B [SEP]` from a shard of sentences; `[CLS] A [SEP]` for masked tokens alone.
 
 Every epoch uses every sentence once: a document is cut into samples of consecutive sentences, and only where the
-sentences fall apart into A and B, which of them comes first and what is masked changes from epoch to epoch. Whole words
+sentences fall apart into A and B, which of them comes first (sentence order) or whether B is one of another document
+(next sentence), and what is masked changes from epoch to epoch. Whole words
 are masked, in runs of one to three within a segment (n words with a probability like 1/n), until the share is reached;
 of the chosen tokens 80% become the mask, 10% a random token and 10% stay. All chance comes from keys, through
 splitmix64: it does not change with the version of a library.
@@ -22,8 +23,7 @@ from bloomery.data.batch import Batch, ShardSource
 from bloomery.data.order import stream_key
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.families.family import IGNORED_LABEL, LM_LOSS, SOP_LOSS
-from bloomery.sizing.parameters import SPECIAL_TOKENS
+from bloomery.families.family import IGNORED_LABEL, LM_LOSS, NSP_LOSS, SOP_LOSS
 
 _TWO_WORDS, _THREE_WORDS = 6 / 11, 9 / 11
 """1, 1/2 and 1/3, scaled to sum to 1: a run has two words or more from the first number on, three from the second."""
@@ -86,7 +86,7 @@ def mask_tokens(
     tokens = np.concatenate(segments)
     count = len(tokens)
     priorities, lengths, kinds, others = random_numbers(key, 4 * count).reshape(4, count)
-    starts = np.concatenate([vocabulary.word_starts(segment) for segment in segments])
+    starts = np.concatenate([vocabulary.word_starts(segment) for segment in segments if len(segment)])
     fixed = np.isin(tokens, (vocabulary.cls_id, vocabulary.sep_id, vocabulary.mask_id, vocabulary.pad_id))
     places = np.flatnonzero(starts)
     words = len(places)
@@ -135,10 +135,10 @@ def _choose_words(
 
 
 class MaskedSource(ShardSource):
-    """`read` gives inputs `tokens`, `token_types` and `attention_mask`, and targets `lm loss` and `sop loss`: 1 where
-    the two segments have been exchanged, else 0.
+    """`read` gives inputs `tokens`, `token_types` and `attention_mask`, and targets `lm loss` and, of a second head,
+    `sop loss`, 1 where the two segments have been exchanged, or `nsp loss`, 1 where the second is of another document.
 
-    Keeps 12 bytes in memory for each sentence and 16 for each sample.
+    Keeps 12 bytes in memory for each sentence and 16 for each sample (24 for next sentences).
     """
 
     def __init__(
@@ -148,13 +148,15 @@ class MaskedSource(ShardSource):
         vocabulary: MaskVocabulary,
         vocab_size: int,
         masking: MaskingSection | None = None,
+        second: str | None = SOP_LOSS,
         ends_with_eod: bool = False,
         split_sentences: bool | None = None,
         **settings: Any,
     ) -> None:
-        """`ends_with_eod`: each document ends with a token that says so, which is left out. `split_sentences`: whether
-        each sentence is a sequence; None where nothing tells but their number. `settings`: those of ShardSource."""
-        self.vocabulary = vocabulary
+        """`second`: the loss of the second head, if there is one. `ends_with_eod`: each document ends with a token that
+        says so, which is left out. `split_sentences`: whether each sentence is a sequence; None where nothing tells but
+        their number. `settings`: those of ShardSource."""
+        self.vocabulary, self.second = vocabulary, second
         self.masking = masking or MaskingSection()
         self._ends_with_eod, self._split_sentences = ends_with_eod, split_sentences
         super().__init__(shard, vocab_size=min(vocab_size, len(vocabulary.continues)), **settings)
@@ -170,7 +172,7 @@ class MaskedSource(ShardSource):
             raise DataError(Problem(what, rule, remedy, f"{shard.prefix}.idx"))
         # Each sample is filled with as many sentences of its document as fit into `room` tokens, or, for some, into a
         # random number of them. One round a sample of the longest document, over all documents at once.
-        room = self.seq_length - SPECIAL_TOKENS
+        room = self.seq_length - (3 if self.second else 2)
         starts, lengths, bounds = self._sentences(longest=room)
         before = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         first, stop = bounds[:-1], bounds[1:]
@@ -200,6 +202,11 @@ class MaskedSource(ShardSource):
         self.first, self.last = firsts[kept][by_place], lasts[kept][by_place]
         """Sample i is sentences [first[i], last[i])."""
         self.num_samples = len(self.first)
+        if self.second == NSP_LOSS:
+            self._document = np.searchsorted(bounds, self.first, side="right")
+            if self._document[0] == self._document[-1]:
+                what, rule = "there is one document", "where the second segment does not follow, it is of another one"
+                raise DataError(Problem(what, rule, "use model.second_head=sentence_order", f"{shard.prefix}.idx"))
 
     def _sentences(self, longest: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """(first token of each sentence, its length, the sentence at which each document begins with the total at the
@@ -231,18 +238,23 @@ class MaskedSource(ShardSource):
         tokens = np.full(shape, self.vocabulary.pad_id, np.int64)
         labels = np.full(shape, IGNORED_LABEL, np.int64)
         token_types, attention_mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        exchanged = np.zeros(len(samples), np.int64)
+        changed = np.zeros(len(samples), np.int64)
         keys = splitmix64(splitmix64(epochs.astype(np.uint64) ^ np.uint64(self._chance)) ^ samples.astype(np.uint64))
         for row, (key, sample) in enumerate(zip(keys.tolist(), samples.tolist(), strict=True)):
-            where, exchange, mask_key = random_numbers(key, 3).tolist()
-            exchanged[row] = exchange >> 63
+            where, change, mask_key, other = random_numbers(key, 4).tolist()
             first, second = self._pair(sample, where)
-            if exchanged[row]:
-                first, second = second, first
+            if self.second and (change >> 63):
+                changed[row] = 1
+                pair = (
+                    (second, first)
+                    if self.second == SOP_LOSS
+                    else (first, self._elsewhere(sample, other)[: len(second)])
+                )
+                first, second = pair
             seen, predicted = mask_tokens(
                 (first, second), vocabulary=self.vocabulary, probability=self.masking.probability, key=mask_key
             )
-            middle, end = len(first) + 1, len(first) + len(second) + 2
+            middle, end = len(first) + 1, len(first) + len(second) + 1 + (self.second is not None)
             places = np.arange(1, end)
             places = places[places != middle]
             tokens[row, places] = seen
@@ -251,15 +263,27 @@ class MaskedSource(ShardSource):
             attention_mask[row, : end + 1] = 1
             labels[row, places[predicted]] = np.concatenate((first, second))[predicted]
         inputs = {"tokens": tokens, "token_types": token_types, "attention_mask": attention_mask}
+        targets = {LM_LOSS: labels} | ({self.second: changed} if self.second else {})
         return Batch(
             inputs={name: torch.from_numpy(array) for name, array in inputs.items()},
-            targets={LM_LOSS: torch.from_numpy(labels), SOP_LOSS: torch.from_numpy(exchanged)},
+            targets={name: torch.from_numpy(array) for name, array in targets.items()},
         )
 
+    def _elsewhere(self, sample: int, number: int) -> NDArray[np.int64]:
+        """What stands in another document, in a sample drawn from all: from one of its sentences on."""
+        other = number % self.num_samples
+        if self._document[other] == self._document[sample]:
+            other = int(np.searchsorted(self._document, self._document[sample], side="right")) % self.num_samples
+        sentence = self.first[other] + (number >> 40) % (self.last[other] - self.first[other])
+        return self.ids(int(self.starts[sentence]), self.stretches(other)[0][1])
+
     def _pair(self, sample: int, where: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The sample's tokens, cut between two of its sentences, or inside its only one between two words."""
+        """The sample's tokens, cut between two of its sentences, or inside its only one between two words; without a
+        second head not at all."""
         ((start, stop),) = self.stretches(sample)
         tokens = self.ids(start, stop)
+        if self.second is None:
+            return tokens, tokens[:0]
         cuts = self.starts[self.first[sample] + 1 : self.last[sample]] - start
         if not len(cuts):
             cuts = np.flatnonzero(self.vocabulary.word_starts(tokens)[1:]) + 1

@@ -20,6 +20,7 @@ from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
 from bloomery.sizing.check import source_key, split_shares
+from bloomery.sizing.parameters import second_loss
 from bloomery.sizing.schedule import TrainingPlan
 
 _FINDS_ENDS = "data.mask_documents, data.reset_positions and data.eod_loss find the ends of documents by their token"
@@ -171,6 +172,7 @@ class _Opening:
             **settings,
             vocabulary=self._mask_vocabulary,
             masking=self._data.masking,
+            second=second_loss(self._recipe.model),
             ends_with_eod=manifest is not None and manifest.eod_id is not None,
             split_sentences=manifest.settings.get("split_sentences") if manifest else None,
         )

@@ -1,5 +1,5 @@
-"""bert: an encoder with masked-token and sentence-order heads. In transformers a norm is named after the part whose
-output it follows, and the bias of the head has two names."""
+"""bert: an encoder that predicts masked tokens and, with a second head, how two segments belong together. In
+transformers a norm is named after the part whose output it follows, and the bias of the head has two names."""
 
 from bloomery.families.family import Family, HuggingFace
 
@@ -42,8 +42,15 @@ _HF = HuggingFace(
         "norm_eps": "layer_norm_eps",
         "init_std": "initializer_range",
         "tie_embeddings": "tie_word_embeddings",
+        "second_head": "second_head",
     },
-    defaults={"dropout": 0.1, "norm_eps": 1e-12, "init_std": 0.02, "tie_embeddings": True},
+    defaults={
+        "dropout": 0.1,
+        "norm_eps": 1e-12,
+        "init_std": 0.02,
+        "tie_embeddings": True,
+        "second_head": "sentence_order",
+    },
     only={
         "hidden_act": (("gelu",), "bert has the exact GELU here"),
         "position_embedding_type": (("absolute",), "bert has learned positions here"),
@@ -51,9 +58,10 @@ _HF = HuggingFace(
         "is_decoder": ((False,), "bert is an encoder here"),
     },
     constants={"hidden_act": "gelu", "type_vocab_size": 2, "pad_token_id": None},
+    without_second_head="BertForMaskedLM",
     missing_remedy=(
-        "a bert here is a BertForPreTraining; BertForMaskedLM and others lack heads. Make one, whose missing parts are "
-        "then new: transformers' BertForPreTraining.from_pretrained(DIR).save_pretrained(NEW)"
+        "a bert here is a BertForPreTraining or a BertForMaskedLM; others lack heads. Make one, whose missing parts "
+        "are then new: transformers' BertForPreTraining.from_pretrained(DIR).save_pretrained(NEW)"
     ),
 )
 
@@ -61,6 +69,7 @@ BERT = Family(
     name="bert",
     defaults={"dropout": 0.1, "norm_eps": 1e-12, "tie_embeddings": True},
     hf=_HF,
+    reads=("second_head",),
     encoder=True,
     activation="gelu",
     embedding_norm=True,

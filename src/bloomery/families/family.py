@@ -13,6 +13,10 @@ LM_LOSS = "lm loss"
 losses, models return losses by them, every log shows them."""
 SOP_LOSS = "sop loss"
 """Sentence order prediction, of bert."""
+NSP_LOSS = "nsp loss"
+"""Next sentence prediction, of bert."""
+SECOND_LOSSES = {"sentence_order": SOP_LOSS, "next_sentence": NSP_LOSS}
+"""Of an encoder, by `model.second_head`."""
 IGNORED_LABEL = -100
 """A label without a loss; torch's default."""
 
@@ -23,6 +27,7 @@ class HuggingFace:
     transposed."""
 
     architecture: str
+    """Of an encoder, with its second head."""
     prefix: str
     """Of all names but those of the heads; a bare model (without heads) is saved without it."""
     tensors: Mapping[str, str | tuple[str, ...]]
@@ -41,6 +46,8 @@ class HuggingFace:
     conv1d: bool = False
     """Linear weights of blocks are stored input by output, and `attention.qkv` as blocks of queries, keys and values;
     otherwise a fused `attention.qkv` has our layout."""
+    without_second_head: str = ""
+    """The architecture of an encoder that has none."""
     missing_remedy: str = ""
     """What to do where tensors are missing."""
 

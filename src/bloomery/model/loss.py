@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bloomery.config.recipe import ModelSection
-from bloomery.families.family import IGNORED_LABEL, LM_LOSS, SOP_LOSS
+from bloomery.families.family import IGNORED_LABEL, LM_LOSS
 from bloomery.sizing.parameters import padded_vocab_size, softmax_size
 
 
@@ -48,7 +48,5 @@ def row_losses(
     if isinstance(outputs, Tensor):
         return {LM_LOSS: vocabulary_losses(outputs, targets[LM_LOSS]).sum(1)}
     words, order = outputs
-    return {
-        LM_LOSS: vocabulary_losses(words, targets[LM_LOSS]).sum(1),
-        SOP_LOSS: token_losses(order, targets[SOP_LOSS]),
-    }
+    (second,) = targets.keys() - {LM_LOSS}
+    return {LM_LOSS: vocabulary_losses(words, targets[LM_LOSS]).sum(1), second: token_losses(order, targets[second])}

@@ -14,7 +14,7 @@ from bloomery.families.registry import FAMILIES
 from bloomery.model.attention import AttentionContext, attention_context, choose_kernel, rotary_table
 from bloomery.model.layers import Block, Embeddings, MaskedHead, Pooler, make_norm
 from bloomery.model.linear import Linear
-from bloomery.sizing.parameters import padded_vocab_size
+from bloomery.sizing.parameters import padded_vocab_size, second_loss
 
 
 def build_model(config: ModelSection) -> Transformer:
@@ -146,7 +146,8 @@ class Decoder(Transformer):
 
 
 class Encoder(Transformer):
-    """embed -> layers -> head, pooler and order_head. Post-norm blocks end in a norm, so `final_norm` is None."""
+    """embed -> layers -> head and, with a second head, pooler and order_head. Post-norm blocks end in a norm, so
+    `final_norm` is None."""
 
     pooler: Pooler | None
     order_head: nn.Linear | None
@@ -155,8 +156,9 @@ class Encoder(Transformer):
         super().__init__(config, family)
         self.final_norm = None
         self.head = MaskedHead(config, family)
-        self.pooler = Pooler(config)
-        self.order_head = nn.Linear(config.hidden_size, 2)
+        is_paired = second_loss(config) is not None
+        self.pooler = Pooler(config) if is_paired else None
+        self.order_head = nn.Linear(config.hidden_size, 2) if is_paired else None
         self.tie_weights()
 
     def forward(
@@ -167,7 +169,8 @@ class Encoder(Transformer):
         places: Tensor | None = None,
         predicted: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """(masked-token logits (B, S, padded vocabulary), order logits (B, 2)) of tokens (B, S). A stage without
+        """(masked-token logits (B, S, padded vocabulary), order logits (B, 2)) of tokens (B, S); without a second head
+        the first alone. A stage without
         `embed` takes hidden states instead of tokens, one without `head` returns them.
 
         attention_mask (B, S): 1 for a real token, of which each sample has some. What is computed for padding means
@@ -182,6 +185,5 @@ class Encoder(Transformer):
             x = layer(x, context)
         if self.head is None:
             return x
-        assert self.pooler is not None, "the heads live on one stage"
-        assert self.order_head is not None, "the heads live on one stage"
-        return self.head(x, predicted), self.order_head(self.pooler(x))
+        logits: Tensor = self.head(x, predicted)
+        return logits if self.pooler is None or self.order_head is None else (logits, self.order_head(self.pooler(x)))

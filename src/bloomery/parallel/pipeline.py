@@ -14,13 +14,12 @@ from torch.distributed import pipelining
 
 from bloomery.config.recipe import PipelineSchedule, Recipe
 from bloomery.data.batch import Batch
-from bloomery.families.registry import FAMILIES
 from bloomery.model.loss import row_losses
 from bloomery.model.transformer import Transformer
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import DTYPES, Mark, RowLosses, Seed, no_mark
-from bloomery.sizing.parameters import labels_per_sample, padded_vocab_size
+from bloomery.sizing.parameters import labels_per_sample, padded_vocab_size, second_loss
 
 _SCHEDULES: dict[PipelineSchedule, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -197,4 +196,4 @@ def _outputs(recipe: Recipe, mesh: Mesh) -> tuple[Tensor, ...]:
     places = labels_per_sample(recipe) or recipe.model.seq_length // mesh.layout.cp
     logits = torch.empty((rows, places, words), dtype=dtype, device="meta")
     order = torch.empty((rows, 2), dtype=dtype, device="meta")
-    return (logits, order) if FAMILIES[recipe.model.family].encoder else (logits,)
+    return (logits, order) if second_loss(recipe.model) else (logits,)

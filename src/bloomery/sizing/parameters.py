@@ -7,13 +7,12 @@ from itertools import groupby
 from math import prod
 
 from bloomery.config.recipe import MaskingSection, ModelSection, Recipe
+from bloomery.families.family import SECOND_LOSSES
 from bloomery.families.registry import FAMILIES
 
 HEAD = "head.weight"
 """In a tied model it is the token embedding. On a pipeline rank without the embedding it is a copy."""
 _ORDER_CLASSES = 2
-SPECIAL_TOKENS = 3
-"""[CLS] and two [SEP] in every sample of an encoder, never predicted."""
 _EMBEDDING_TABLES = ("token_embedding", "position_embedding", "token_type_embedding")
 
 
@@ -33,7 +32,17 @@ def labels_per_sample(recipe: Recipe) -> int | None:
     if not FAMILIES[recipe.model.family].encoder:
         return None
     masking = (recipe.data and recipe.data.masking) or MaskingSection()
-    return max(1, round(masking.probability * (recipe.model.seq_length - SPECIAL_TOKENS)))
+    return max(1, round(masking.probability * (recipe.model.seq_length - special_tokens(recipe.model))))
+
+
+def second_loss(model: ModelSection) -> str | None:
+    """The name of the loss of an encoder's second head; None without one."""
+    return SECOND_LOSSES.get(model.second_head) if FAMILIES[model.family].encoder else None
+
+
+def special_tokens(model: ModelSection) -> int:
+    """[CLS] and a [SEP] after each segment of every sample of an encoder, never predicted."""
+    return 3 if second_loss(model) else 2
 
 
 @dataclass(frozen=True)
@@ -107,13 +116,14 @@ def _end(model: ModelSection, vocab_size: int) -> list[WeightShape]:
     h = model.hidden_size
     if not FAMILIES[model.family].encoder:
         return [*_norm(model, "final_norm", "final_norm"), WeightShape("head", HEAD, (vocab_size, h))]
+    is_paired = second_loss(model) is not None
     return [
-        *_linear("pooler", "pooler.dense", (h, h)),
+        *(_linear("pooler", "pooler.dense", (h, h)) if is_paired else ()),
         *_linear("mlm_head", "head.dense", (h, h)),
         *_norm(model, "mlm_head", "head.norm"),
         WeightShape("mlm_head", HEAD, (vocab_size, h)),
         WeightShape("mlm_head", "head.bias", (vocab_size,)),
-        *_linear("order_head", "order_head", (_ORDER_CLASSES, h)),
+        *(_linear("order_head", "order_head", (_ORDER_CLASSES, h)) if is_paired else ()),
     ]
 
 

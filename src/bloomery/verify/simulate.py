@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from bloomery.config.recipe import PipelineSchedule, Recipe
 from bloomery.data.batch import Batch, Packing, causal_batch
-from bloomery.families.family import LM_LOSS, SOP_LOSS
+from bloomery.families.family import LM_LOSS
 from bloomery.families.registry import FAMILIES
 from bloomery.model import attention, transformer
 from bloomery.model.attention import choose_kernel
@@ -47,7 +47,7 @@ from bloomery.parallel.runner import DTYPES
 from bloomery.parallel.tensor import vocabulary_losses
 from bloomery.sizing.layout import Layout, cut_dimension, micro_batches
 from bloomery.sizing.memory import HeldElements, WeightBytes, layout_facts, stage_part, weight_bytes
-from bloomery.sizing.parameters import count_parameters, labels_per_sample, padded_vocab_size
+from bloomery.sizing.parameters import count_parameters, labels_per_sample, padded_vocab_size, second_loss
 
 _CPU = torch.device("cpu")
 
@@ -234,7 +234,9 @@ def _batch(recipe: Recipe) -> Batch:
         packing = Packing(0, data.mask_documents, data.reset_positions, data.eod_loss) if data else None
         return causal_batch(np.zeros((rows, length + 1), dtype=np.int64), packing)
     words = {name: torch.zeros(rows, length, dtype=torch.int64) for name in ("tokens", "token_types", "attention_mask")}
-    targets = {LM_LOSS: torch.zeros(rows, length, dtype=torch.int64), SOP_LOSS: torch.zeros(rows, dtype=torch.int64)}
+    targets = {LM_LOSS: torch.zeros(rows, length, dtype=torch.int64)}
+    if second := second_loss(recipe.model):
+        targets[second] = torch.zeros(rows, dtype=torch.int64)
     return Batch(words, targets).labelled_only(labels_per_sample(recipe) or length)
 
 

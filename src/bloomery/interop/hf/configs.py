@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from bloomery.base.errors import DataError, Problem
 from bloomery.config.recipe import ModelSection
 from bloomery.families.registry import FAMILIES, family_defaults
+from bloomery.sizing.parameters import second_loss
 
 _ENDINGS = ("LMHeadModel", "ForCausalLM", "ForPreTraining", "ForMaskedLM", "Model")
 _NONE: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -21,7 +22,9 @@ def hf_config(config: ModelSection) -> dict[str, Any]:
     exporter fills them in, with the dtype."""
     hf = FAMILIES[config.family].hf
     values = {**config.model_dump(), "head_dim": config.head_size}
-    written: dict[str, Any] = {"architectures": [hf.architecture], "model_type": config.family}
+    is_whole = not hf.without_second_head or second_loss(config)
+    architecture = hf.architecture if is_whole else hf.without_second_head
+    written: dict[str, Any] = {"architectures": [architecture], "model_type": config.family}
     for ours, theirs in hf.fields.items():
         names = (theirs,) if isinstance(theirs, str) else theirs
         written |= dict.fromkeys(names if ours == "dropout" else names[:1], values[ours])
@@ -51,6 +54,8 @@ def model_section(content: Mapping[str, Any], place: str) -> dict[str, Any]:
         if (value := content.get(name)) is not None and value not in allowed:
             refuse(f"{name} is {value!r:.80}", rule)
     section, read = {"family": family.name, **hf.defaults}, dict[str, str]()
+    if hf.without_second_head and architectures == [hf.without_second_head]:
+        section["second_head"] = "none"
     for ours, theirs in hf.fields.items():
         names = (theirs,) if isinstance(theirs, str) else theirs
         read[ours] = next((name for name in names if content.get(name) is not None), names[0])

@@ -19,12 +19,12 @@ from bloomery.checkpoint.format import DTYPES
 from bloomery.checkpoint.load import Checkpoint, load_model
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.families.family import IGNORED_LABEL, LM_LOSS, SOP_LOSS
+from bloomery.families.family import IGNORED_LABEL, LM_LOSS
 from bloomery.families.registry import FAMILIES
 from bloomery.interop.hf.folder import CONFIG, HfWeights
 from bloomery.model.generate import generate
 from bloomery.model.loss import row_losses, token_losses
-from bloomery.sizing.parameters import count_parameters
+from bloomery.sizing.parameters import count_parameters, second_loss
 
 LIMIT = 1e-4
 """Of the difference of logits, for logits up to 1; larger ones in proportion."""
@@ -122,10 +122,11 @@ def prove_import(checkpoint: Checkpoint, folder: Path) -> Proof:
     tokens = both.random_tokens(min(config.seq_length, _IMPORTED_TOKENS))
     targets, labels = {LM_LOSS: F.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)}, {"labels": tokens}
     if both.is_encoder:
-        order = torch.ones(1).long()
-        targets, labels = {LM_LOSS: tokens, SOP_LOSS: order}, {"labels": tokens, "next_sentence_label": order}
+        targets = {LM_LOSS: tokens}
+    if both.second:
+        targets[both.second] = labels["next_sentence_label"] = torch.ones(1).long()
     ours = both.ours(tokens)
-    rows = row_losses((ours[0], ours[1]) if both.is_encoder else ours[0], targets, token_losses)
+    rows = row_losses((ours[0], ours[1]) if both.second else ours[0], targets, token_losses)
     loss = sum(float(rows[name].sum()) / int((target != IGNORED_LABEL).sum()) for name, target in targets.items())
     proof = both.compare(ours, [tokens])
     proof.training_loss, proof.their_loss = loss, float(both.their_model(tokens, **labels).loss)
@@ -139,7 +140,8 @@ class _Both:
     def __init__(self, checkpoint: Checkpoint, folder: Path) -> None:
         self.recipe, self.model = checkpoint.recipe, load_model(checkpoint, device=torch.device("cpu"))
         self.is_encoder = FAMILIES[self.recipe.model.family].encoder
-        self.their_model = _their_model(folder, is_encoder=self.is_encoder)
+        self.second = second_loss(self.recipe.model)
+        self.their_model = _their_model(folder, is_encoder=self.is_encoder, is_paired=self.second is not None)
         self.vocab_size: int = min(self.recipe.model.vocab_size, self.their_model.config.vocab_size)
         self.their_dtype = DTYPES[HfWeights(folder).dtypes.popitem()[1]]
 
@@ -147,14 +149,14 @@ class _Both:
         return torch.randint(self.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
 
     def ours(self, *sequences: Tensor) -> list[Tensor]:
-        """The logits of each head: an encoder has a second one, for the order of sentences."""
+        """The logits of each head: an encoder may have a second one, for two segments."""
         made = [self.model(tokens) for tokens in sequences]
-        heads = [head for each in made for head in (each if self.is_encoder else (each,))]
+        heads = [head for each in made for head in (each if self.second else (each,))]
         return [head[..., : self.vocab_size] for head in heads]
 
     def theirs(self, *sequences: Tensor) -> list[Tensor]:
         made = [self.their_model(tokens) for tokens in sequences]
-        if self.is_encoder:
+        if self.second:
             return [head for each in made for head in (each.prediction_logits, each.seq_relationship_logits)]
         return [each.logits for each in made]
 
@@ -186,14 +188,15 @@ class _Both:
         return ours[0, length:].tolist(), other[0, length:].tolist()
 
 
-def _their_model(folder: Path, *, is_encoder: bool) -> Any:
+def _their_model(folder: Path, *, is_encoder: bool, is_paired: bool) -> Any:
     """From its config.json and safetensors files alone."""
     import transformers  # the heavy extra, only for this
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    kind: Any = transformers.AutoModelForPreTraining if is_encoder else transformers.AutoModelForCausalLM
+    kind: Any = transformers.AutoModelForMaskedLM if is_encoder else transformers.AutoModelForCausalLM
+    kind = transformers.AutoModelForPreTraining if is_paired else kind
     content = {name: value for name, value in read_json(folder / CONFIG).items() if not _UNUSED.search(name)}
     config = type(transformers.AutoConfig.for_model(content["model_type"])).from_dict(content)
     generation = {} if is_encoder else {"generation_config": transformers.GenerationConfig()}

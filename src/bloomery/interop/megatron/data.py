@@ -22,7 +22,7 @@ def fill_data(b: Builder) -> None:
     if FAMILIES[b.raw["model"]["family"]].encoder:
         b.fill("encoder")
         if b.has("bert-no-binary-head"):
-            b.refuse("bert-no-binary-head", "--bert-no-binary-head is set", "bert has its order head here")
+            b.put("model.second_head", "none", "bert-no-binary-head")
     flag = b.one_of(*_PATHS, *_GROUPS)
     if flag in _GROUPS:
         _weighted_splits(b, flag)

@@ -138,6 +138,8 @@ RECORDED = {
     "log-batch-size-to-tensorboard": "batch-size/batch-size",
     "log-loss-scale-to-tensorboard": "loss-scale/loss-scale",
     "log-num-zeros-in-grad": "num-zeros/num-zeros",
+    "log-params-norm": "params-norm/params-norm",
+    "log-timers-to-tensorboard": "time/forward-time",
     "log-throughput": "iteration-time/TFLOPs per gpu (estimated)",
     "log-memory-to-tensorboard": "memory/allocated bytes",
     "log-validation-ppl-to-tensorboard": "lm-loss-validation/valid/lm loss validation ppl",
@@ -153,7 +155,8 @@ OTHERS: tuple[tuple[Kind, str, str], ...] = (
         num-query-groups pad-vocab-size-to padded-vocab-size vocab-size tokenizer-type vocab-file
         merge-file train-samples train-iters train-tokens adam-beta1 adam-beta2 lr-decay-iters lr-decay-samples
         lr-decay-tokens lr-warmup-iters lr-warmup-samples lr-warmup-tokens lr-warmup-fraction lr-wsd-decay-style
-        loss-scale *fp8-* data-parallel-sharding-strategy split deepspeed_config data-path train-data-path
+        loss-scale *fp8-* profile profile-* *pytorch-profiler*
+        data-parallel-sharding-strategy split deepspeed_config data-path train-data-path
         valid-data-path train-weighted-split-paths train-weighted-split-paths-path"""),
     ("left out", "name groups of whole shards in data.validation; data.split already validates on what training leaves",
      "valid-weighted-split-paths valid-weighted-split-paths-path"),
@@ -166,8 +169,7 @@ OTHERS: tuple[tuple[Kind, str, str], ...] = (
     ("left out", "name the country of the grid in monitor.carbon", "codecarbon-dir"),
     ("left out", "a run writes metrics.jsonl and, with monitor.tensorboard, event files", "wandb-* one-logger-*"),
     ("left out", "a recipe has training and validation data: name groups in data.validation", "test-*"),
-    ("left out", "no run records it",
-     "log-params-norm* log-timers-to-tensorboard timing-log-* log-optimizer-states-* profile profile-* *pytorch-prof*"),
+    ("left out", "no run records it", "timing-log-* log-optimizer-states-*"),
     ("not needed", "every run records it, where it can be measured", " ".join(RECORDED)),
     ("left out", "the checkpoint's arguments would overrule these: check the model", "use-checkpoint-args"),
     ("left out", "add `data:` to the recipe",
