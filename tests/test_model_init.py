@@ -23,9 +23,10 @@ GOLDEN = -0.0347182266
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_parameter_matches_exactly_one_rule_and_one_cut(family: str, tied: bool) -> None:
-    model = build_model(small_config(family, tie_embeddings=tied))
+    config = small_config(family, tie_embeddings=tied)
+    model = build_model(config)
     for name, _ in model.named_parameters():
-        assert [rule for pattern, rule in RULES if re.fullmatch(pattern, name)] == [rule_of(name)], name
+        assert [rule for pattern, rule in RULES if re.fullmatch(pattern, name)] == [rule_of(name, config)], name
     for name, _ in [*model.named_parameters(), *model.named_buffers()]:
         assert sum(re.fullmatch(pattern, name) is not None for pattern, _ in CUTS) == 1, name
 

@@ -18,7 +18,7 @@ from bloomery.base.units import Amount
 from bloomery.config.recipe import LossScaleSection, OptimizerSection
 from bloomery.data.batch import Batch, GlobalBatch
 from bloomery.families.family import IGNORED_LABEL
-from bloomery.model.loss import token_losses
+from bloomery.model.loss import row_losses
 from bloomery.parallel.gradients import Gradients, Weight, count_zeros, total_norm
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import PlainExecution, Runner
@@ -76,7 +76,7 @@ def test_the_loss_is_the_mean_over_valid_tokens_however_the_batch_is_cut() -> No
     for rows in (1, 2, 4):
         probe = Probe()
         gradients = Gradients(weights_of(table=probe.table), Mesh())
-        execution = PlainExecution(probe, gradients, token_losses, zero=0, compile_model=False)
+        execution = PlainExecution(probe, gradients, row_losses, zero=0, compile_model=False)
         parts = {"execution": execution, "gradients": gradients, "mesh": Mesh(), "device": torch.device("cpu")}
         runner = Runner(**parts, seq_length=3, num_sources=1, dropout_seed=None)
         parts = [Batch({"tokens": tokens[i : i + rows]}, {"lm loss": labels[i : i + rows]}) for i in range(0, 4, rows)]

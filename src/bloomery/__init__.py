@@ -16,11 +16,22 @@ if TYPE_CHECKING:
         load_tokenizer,
         open_run,
         prepare,
+        samples,
         train,
     )
 
 __version__ = "0.1.0"
-__all__ = ["Recipe", "RunFolder", "load_model", "load_recipe", "load_tokenizer", "open_run", "prepare", "train"]
+__all__ = [
+    "Recipe",
+    "RunFolder",
+    "load_model",
+    "load_recipe",
+    "load_tokenizer",
+    "open_run",
+    "prepare",
+    "samples",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

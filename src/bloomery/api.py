@@ -22,10 +22,21 @@ from bloomery.sizing.check import load_checked_recipe
 
 if TYPE_CHECKING:  # torch takes a second
     from bloomery.data.manifest import ShardManifest
+    from bloomery.data.samples import Samples
     from bloomery.data.tokenizer import Tokenizer
     from bloomery.model.transformer import Transformer
 
-__all__ = ["Recipe", "RunFolder", "load_model", "load_recipe", "load_tokenizer", "open_run", "prepare", "train"]
+__all__ = [
+    "Recipe",
+    "RunFolder",
+    "load_model",
+    "load_recipe",
+    "load_tokenizer",
+    "open_run",
+    "prepare",
+    "samples",
+    "train",
+]
 AnyPath = str | Path
 
 
@@ -46,6 +57,14 @@ def prepare(recipe: Recipe | AnyPath, *, workers: int = 1) -> dict[str, ShardMan
     tokenizer = Tokenizer.load(recipe.tokenizer.path)
     plans = plan_all(recipe.prepare, tokenizer=tokenizer, seed=recipe.seed, workers=workers)
     return {plan.output: manifest for plan in plans if (manifest := plan.run(None, lambda _: None).manifest)}
+
+
+def samples(recipe: Recipe | AnyPath, *overrides: str, first: int = 0, group: str | None = None) -> Samples:
+    """The samples of a recipe in the order of a run, behind the `first` ones, as a dataset for your own
+    loop; or those of a validation group."""
+    from bloomery.data.samples import Samples
+
+    return Samples(_recipe(recipe, *overrides), first=first, group=group)
 
 
 def train(

@@ -4,7 +4,7 @@ Sizes are numbers of the recipe. A new family is one file here, a row in `regist
 layer that no family had, that layer in `model/`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,12 +52,20 @@ class HuggingFace:
     """What to do where tensors are missing."""
 
 
+NO_HF = HuggingFace(architecture="", prefix="", tensors={}, fields={})
+"""Of a model that transformers does not have."""
+
+
 @dataclass(frozen=True)
 class Family:
     name: str
     defaults: Mapping[str, Any]
     """Of the recipe's `model`: dropout, norm_eps, tie_embeddings, and others that are not those of the schema."""
-    hf: HuggingFace
+    hf: HuggingFace = NO_HF
+    build: Callable[[Any], Any] | None = None
+    """Of a model of the user's own (docs/python.md): the recipe's `model` -> the module, on the meta device."""
+    losses: Callable[[Any, Mapping[str, Any]], dict[str, Any]] | None = None
+    """Of such a model: (what it returns, targets) -> each target's loss summed over each sample, (B,)."""
     reads: tuple[str, ...] = ()
     """Fields of `model` that only some families read."""
     encoder: bool = False

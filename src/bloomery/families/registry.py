@@ -1,5 +1,6 @@
 """All families by name, and the defaults that depend on the family."""
 
+from importlib.metadata import entry_points
 from typing import Any
 
 from bloomery.families.bert import BERT
@@ -10,6 +11,8 @@ from bloomery.families.llama import LLAMA
 from bloomery.families.qwen import QWEN2, QWEN3
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, BLOOM, LLAMA, QWEN2, QWEN3, BERT)}
+for _entry in entry_points(group="bloomery.families"):  # of packages that are installed beside this one
+    FAMILIES.setdefault(_entry.name, _entry.load())
 READERS: dict[str, list[str]] = {
     name: [key for key, family in FAMILIES.items() if name in family.reads]
     for name in dict.fromkeys(name for family in FAMILIES.values() for name in family.reads)

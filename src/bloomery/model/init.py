@@ -35,6 +35,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r".+\.bias", "zeros"),
 )
 """Every parameter name matches exactly one; a test holds that."""
+_OWN_RULES: tuple[tuple[str, Rule], ...] = (*RULES, (r"(.+\.)?[^.]*norm[^.]*\.weight", "ones"), (r".+", "normal"))
+"""Of a model of the user's own: the first that matches."""
 
 # Values do not depend on these. Alone, temporaries of 256 KiB stay in the core's cache; together, threads need long
 # operations or they queue for the interpreter lock. Million elements a second on the H200's host: one thread 85 with
@@ -49,9 +51,9 @@ _COSINE = [(-1) ** k * math.pi ** (2 * k) / math.factorial(2 * k) for k in range
 _SINE = [(-1) ** k * math.pi ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(7)]
 
 
-def rule_of(name: str) -> Rule:
+def rule_of(name: str, config: ModelSection) -> Rule:
     """How the parameter called `name` starts."""
-    for pattern, rule in RULES:
+    for pattern, rule in RULES if FAMILIES[config.family].build is None else _OWN_RULES:
         if re.fullmatch(pattern, name):
             return rule
     raise AssertionError(f"no initialisation rule for parameter {name}: add one to RULES")
@@ -62,7 +64,7 @@ def initial_slice(
 ) -> np.ndarray:
     """The block [offset, offset + size) of the initial parameter `name`, whose whole has `shape`. float32, exactly that
     slice of the whole. A tied `head.weight` (alone on a pipeline stage) has the values of the embedding."""
-    rule = rule_of(name)
+    rule = rule_of(name, config)
     if rule == "zeros" or rule == "ones":
         return np.full(size, 0.0 if rule == "zeros" else 1.0, dtype=np.float32)
     return _normal_block(*_key_and_std(config, seed, name), shape, offset, size)
@@ -70,7 +72,7 @@ def initial_slice(
 
 def _key_and_std(config: ModelSection, seed: int, name: str) -> tuple[np.uint64, float]:
     std = config.init_std
-    if rule_of(name) == "residual" and FAMILIES[config.family].scaled_residual_init:
+    if rule_of(name, config) == "residual" and FAMILIES[config.family].scaled_residual_init:
         std /= math.sqrt(2 * config.num_layers)
     if name == "head.weight" and config.tie_embeddings:
         name = "embed.tokens.weight"
@@ -87,7 +89,7 @@ def initialise(pieces: Iterable[tuple[str, Piece]], config: ModelSection, seed: 
             block = (min(rows, size[0] - row), *size[1:])
             offset = (piece.offset[0] + row, *piece.offset[1:])
             into = piece.tensor[row : row + rows]
-            if into.device.type == "cpu" or rule_of(name) in ("zeros", "ones"):
+            if into.device.type == "cpu" or rule_of(name, config) in ("zeros", "ones"):
                 values = torch.from_numpy(initial_slice(config, seed, name, piece.shape, offset, block))
             else:
                 values = _device_block(into.device, *_key_and_std(config, seed, name), piece.shape, offset, block)

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.recipe import ModelSection, Recompute
 from bloomery.families.bloom import alibi_slopes
 from bloomery.families.family import Family
@@ -20,8 +21,26 @@ from bloomery.sizing.parameters import padded_vocab_size, second_loss
 def build_model(config: ModelSection) -> Transformer:
     """The model on the meta device, in fp32: names and shapes, no memory. In training mode."""
     family = FAMILIES[config.family]
+    if family.build is not None:
+        return cast(Transformer, _by_contract(family.build(config), config))
     with torch.device("meta"):
         return Encoder(config, family) if family.encoder else Decoder(config, family)
+
+
+def _by_contract(model: nn.Module, config: ModelSection) -> nn.Module:
+    """A model of the user's own. RecipeError if it cannot be trained like ours."""
+    layers = getattr(model, "layers", None)
+    wrong = {
+        "its `layers` are no nn.ModuleDict with the keys '0' to 'num_layers - 1'": not isinstance(layers, nn.ModuleDict)
+        or list(layers) != [str(n) for n in range(config.num_layers)],
+        "it has parameters that are not on the meta device": not all(each.is_meta for each in model.parameters()),
+        "it has buffers, which would hold nothing: compute them in forward": any(True for _ in model.buffers()),
+    }
+    if problems := [
+        Problem(f"the model {config.family}: {what}", "see docs/python.md") for what in wrong if wrong[what]
+    ]:
+        raise RecipeError(problems)
+    return model
 
 
 def materialise(model: Transformer, device: torch.device | str) -> None:
@@ -29,6 +48,8 @@ def materialise(model: Transformer, device: torch.device | str) -> None:
     which separates tied ones, and leaves garbage in buffers. Buffers are always fp32 and of all heads: cut them
     afterwards."""
     model.to_empty(device=device)
+    if not isinstance(model, Transformer):
+        return
     model.tie_weights()
     if model.slopes is not None:
         model.slopes = torch.tensor(alibi_slopes(model.config.num_heads), dtype=torch.float32, device=device)
@@ -38,6 +59,8 @@ def apply_recompute(model: Transformer, mode: Recompute) -> None:
     """Set what `model` recomputes: nothing, activation functions (what the last matrix of an MLP reads is not stored),
     the attention cores (their scores are not) or whole blocks (only the input of each is). May be called again to
     change it."""
+    if mode == "none" and not isinstance(model, Transformer):
+        return
     for block in cast(Any, model.layers).values():
         block.recompute = mode == "full"
         block.attention.core.recompute = mode == "selective"

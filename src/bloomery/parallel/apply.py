@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 from bloomery.config.recipe import Recipe
+from bloomery.families.registry import FAMILIES
 from bloomery.model.init import initialise
+from bloomery.model.loss import row_losses
 from bloomery.model.transformer import Transformer, apply_recompute, build_model, materialise, use_fp8
 from bloomery.parallel.context import apply_context_parallel
 from bloomery.parallel.fsdp import apply_fsdp, init_fsdp
@@ -105,8 +108,9 @@ def make_runner(
     execution: Execution
     if mesh.layout.pp == 1:
         whole = compile_model and _compiles_whole(mesh)
+        row_losses_of = FAMILIES[recipe.model.family].losses or partial(row_losses, vocabulary_losses=losses)
         execution = PlainExecution(
-            parts.stages[0], gradients, losses, zero=parallel.zero, compile_model=whole, mark=mark
+            parts.stages[0], gradients, row_losses_of, zero=parallel.zero, compile_model=whole, mark=mark
         )
     else:
         from bloomery.parallel.pipeline import PipelineExecution  # seconds, where there is no pipeline

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from bloomery.data.batch import Batch, GlobalBatch
 from bloomery.families.family import LM_LOSS
-from bloomery.model.loss import row_losses
 from bloomery.parallel.context import own_tokens
 from bloomery.parallel.fsdp import set_fsdp_sync
 from bloomery.parallel.gradients import Gradients
@@ -158,7 +157,7 @@ class PlainExecution:
         self,
         model: nn.Module,
         gradients: Gradients,
-        vocabulary_losses: Callable[[Tensor, Tensor], Tensor],
+        losses: Callable[[Tensor | tuple[Tensor, Tensor], Mapping[str, Tensor]], RowLosses],
         *,
         zero: int,
         compile_model: bool,
@@ -170,7 +169,7 @@ class PlainExecution:
         self._zero = zero
 
         def rows_of(inputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> RowLosses:
-            return row_losses(model(**inputs), targets, vocabulary_losses)
+            return losses(model(**inputs), targets)
 
         # Compiled together, so that the loss fuses with the head and the logits are never kept in fp32.
         self._rows_of = torch.compile(rows_of, dynamic=False) if compile_model else rows_of

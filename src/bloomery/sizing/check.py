@@ -133,7 +133,17 @@ def ignored(recipe: Recipe) -> Findings:
                 )
 
 
+def own_model(recipe: Recipe) -> Findings:
+    parallel = recipe.parallel
+    cuts = {"parallel.tp": parallel.tp > 1, "parallel.pp": parallel.pp > 1, "parallel.cp": parallel.cp > 1}
+    cuts |= {"parallel.recompute": parallel.recompute != "none", "precision": recipe.precision == "fp8"}
+    if FAMILIES[recipe.model.family].build and any(cuts.values()):
+        rule = "a model of a package's own is not cut, recomputed or rounded from outside: data-parallel ranks share it"
+        yield Finding((*(name for name, is_set in cuts.items() if is_set), "model.family"), rule, "use parallel.zero")
+
+
 def tensor_parallel(recipe: Recipe) -> Findings:
+    yield from own_model(recipe)
     model, tp = recipe.model, recipe.parallel.tp
     sizes = {
         "model.num_heads": model.num_heads,

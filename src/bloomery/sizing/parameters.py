@@ -83,8 +83,20 @@ def parameter_shapes(model: ModelSection) -> Iterator[tuple[str, tuple[int, ...]
             yield from ((weight.name.replace("layers.0.", f"layers.{layer}.", 1), weight.shape) for weight in group)
 
 
+def _own(model: ModelSection) -> list[WeightShape]:
+    """Of a model of the user's own, with the first of its blocks, which are all alike."""
+    build = FAMILIES[model.family].build
+    named = build(model).named_parameters() if build else ()
+    others = tuple(f"layers.{n}." for n in range(1, model.num_layers))
+    return [
+        WeightShape(name.split(".")[0], name, tuple(each.shape)) for name, each in named if not name.startswith(others)
+    ]
+
+
 def _embedding(model: ModelSection, vocab_size: int) -> list[WeightShape]:
     h, family = model.hidden_size, FAMILIES[model.family]
+    if family.build:
+        return [weight for weight in _own(model) if weight.group == "embed"]
     weights = [WeightShape("token_embedding", "embed.tokens.weight", (vocab_size, h))]
     if family.positions == "learned":
         weights.append(WeightShape("position_embedding", "embed.positions.weight", (model.seq_length, h)))
@@ -98,6 +110,8 @@ def _embedding(model: ModelSection, vocab_size: int) -> list[WeightShape]:
 def _block(model: ModelSection) -> list[WeightShape]:
     h, wide, family = model.hidden_size, model.ffn_hidden_size, FAMILIES[model.family]
     queries, kv = model.head_size * model.num_heads, model.head_size * model.num_kv_heads
+    if family.build:
+        return [weight for weight in _own(model) if weight.group == "layers"]
     head_norms = ("q_norm", "k_norm") if family.qk_norm else ()
     up = ("gate", "up") if family.gated else ("up",)
     return [
@@ -114,6 +128,8 @@ def _block(model: ModelSection) -> list[WeightShape]:
 def _end(model: ModelSection, vocab_size: int) -> list[WeightShape]:
     """The last norm and the heads."""
     h = model.hidden_size
+    if FAMILIES[model.family].build:
+        return [weight for weight in _own(model) if weight.group not in ("embed", "layers")]
     if not FAMILIES[model.family].encoder:
         return [*_norm(model, "final_norm", "final_norm"), WeightShape("head", HEAD, (vocab_size, h))]
     is_paired = second_loss(model) is not None

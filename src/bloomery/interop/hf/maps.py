@@ -42,6 +42,9 @@ class Entry:
 def entries_of(config: ModelSection) -> list[Entry]:
     """How each parameter becomes tensors there, one by one. RecipeError if Hugging Face has no such model."""
     hf = FAMILIES[config.family].hf
+    if not hf.architecture:
+        rule = "transformers has no such model, as far as its package says"
+        raise RecipeError(Problem(f"model.family is {config.family}", rule, "load it with bloomery.load_model"))
     if "ffn_hidden_size" not in hf.fields and config.ffn_hidden_size != 4 * config.hidden_size:
         what = f"model.ffn_hidden_size is {config.ffn_hidden_size}"
         rule = f"Hugging Face's {hf.architecture} supports only 4 * hidden_size = {4 * config.hidden_size}"
