@@ -6,7 +6,7 @@
 
 import argparse
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -146,45 +146,31 @@ def run_flops(args: argparse.Namespace) -> int:
 
 def _flops_text(facts: dict[str, Any], *, depth: int, top: int) -> str:
     modules: list[dict[str, Any]] = facts["modules"]
-    whole, timed = modules[0], modules[0]["seconds"] is not None
-    names = {"parameters": "parameters", "macs": "MACs", "seconds": "latency"}
+    whole = modules[0]
+    shown = [name for name in ("parameters", "macs", "seconds") if whole[name] is not None]
 
-    def cell(module: dict[str, Any], name: str) -> str:
-        value = module[name]
+    def cell(name: str, value: float | None) -> str:
         if value is None:
             return "-"
-        shown = f"{value * 1e3:.3f} ms" if name == "seconds" else format_count(value)
-        return f"{shown} {value / whole[name]:.1%}" if whole[name] else shown
+        text = f"{value * 1e3:.3f} ms" if name == "seconds" else format_count(value)
+        return f"{text} {value / whole[name]:.1%}" if whole[name] else text
 
-    def speed(module: dict[str, Any]) -> str:
-        seconds = module["seconds"]
-        return f"{module['forward_flops'] / seconds / 1e12:.3g} TFLOP/s" if seconds else "-"
-
-    tokens = f"{facts['micro_batch_size']} x {facts['seq_length']:,} tokens"
-    lines = [f"{facts['name']}: one micro-batch of {tokens}, without recomputation; only products are FLOPs"]
-    lines += [", ".join(f"{each} {format_count(whole[f'{each}_flops'])} FLOPs" for each in ("forward", "backward"))]
-    lines += [f"forward latency {cell(whole, 'seconds')}, {speed(whole)}"] * timed
-    lines += ["", f"most at each depth (the top {top}):"]
-    shown = [name for name in names if name != "seconds" or timed]
-    rows = [["depth", *(names[name] for name in shown)]]
-    for level in range(max(each["depth"] for each in modules) + 1):
-        sums: dict[str, Counter[str]] = {name: Counter() for name in shown}
-        for each in (each for each in modules if each["depth"] == level):
-            for name in shown:
-                sums[name][each["kind"]] += each[name] or 0
-        best = [
-            ", ".join(f"{kind} {cell({name: most}, name)}" for kind, most in sums[name].most_common(top))
-            for name in shown
-        ]
-        rows.append([str(level), *best])
-    lines += [columns(rows), "", "every module, its shares of the whole:"]
-    rows = [["module", "", *(names[name] for name in shown), "forward FLOPs", *["speed"] * timed]]
+    sums: dict[tuple[int, str], Counter[str]] = defaultdict(Counter)
     for each in modules:
-        if depth < 0 or each["depth"] <= depth:
-            cells = [cell(each, name) for name in shown]
-            rows.append([each["name"] or facts["name"], each["kind"], *cells, format_count(each["forward_flops"])])
-            rows[-1] += [speed(each)] * timed
-    return "\n".join([*lines, columns(rows)])
+        for name in shown:
+            sums[each["depth"], name][each["kind"]] += each[name] or 0
+    levels = [["depth", *shown]]
+    for level in sorted({each["depth"] for each in modules}):
+        most = {name: sums[level, name].most_common(top) for name in shown}
+        levels.append([str(level), *(", ".join(f"{kind} {cell(n, v)}" for kind, v in most[n]) for n in shown)])
+    rows = [["module", "", *shown, "forward FLOPs", "TFLOP/s"]]
+    for each in (each for each in modules if depth < 0 or each["depth"] <= depth):
+        speed = f"{each['forward_flops'] / each['seconds'] / 1e12:.3g}" if each["seconds"] else "-"
+        cells = [*(cell(name, each[name]) for name in shown), format_count(each["forward_flops"]), speed]
+        rows.append([each["name"] or facts["name"], each["kind"], *cells])
+    head = f"one micro-batch of {facts['micro_batch_size']} x {facts['seq_length']:,} tokens, without recomputation: "
+    counts = " and ".join(f"{format_count(whole[f'{way}_flops'])} FLOPs {way}" for way in ("forward", "backward"))
+    return f"{head}{counts}\n\n{columns(levels)}\n\n{columns(rows)}"
 
 
 def model_facts(recipe: Recipe) -> dict[str, Any]:
