@@ -59,7 +59,7 @@ def estimate(files: Sequence[InputFile], worker: UnitTokenizer, *, workers: int)
                 break
         seconds += time.process_time() - begun
         rows.append(sums)
-    tokens, sequences, documents, sampled = np.sum(rows, axis=0).tolist()
+    tokens, sequences, documents, sampled = np.sum(rows or [np.zeros(4)], axis=0).tolist()
     rate = tokens / max(sampled, 1)
     error = _relative_error(np.array(rows), part=min(sampled / max(total, 1), 1.0))
     scale, limit = total / max(sampled, 1), worker.settings.limit
@@ -93,9 +93,9 @@ def _spans(files: Sequence[InputFile], total: int) -> Iterator[tuple[Span, int]]
 
 def _relative_error(rows: np.ndarray, *, part: float) -> float | None:
     """Of the ratio of tokens to bytes; `part`: the share of all bytes that were read."""
-    tokens, sizes = rows[:, 0], rows[:, 3]
-    if part == 1.0 or not tokens.any():
+    if part == 1.0 or not rows.any():
         return 0.0
+    tokens, sizes = rows[:, 0], rows[:, 3]
     if len(rows) == 1:
         return None
     ratio = tokens.sum() / sizes.sum()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bloomery.base.storage import writing
 from bloomery.data.shards import ShardWriter
-from bloomery.prepare.parts import LENGTH, PartsFolder, ShardPart
+from bloomery.prepare.parts import DOCUMENT, LENGTH, PartsFolder, ShardPart
 
 BUCKET_BYTES = 64 << 20
 _LARGEST_BUCKET_BYTES = 512 << 20
@@ -111,6 +111,7 @@ class Merge:
             return
         total = int(self._table["tokens"].sum(dtype=np.int64)) * self._folder.dtype.itemsize
         total += len(self._lengths) * _SEQUENCE_BYTES
+        total += self.num_documents * (self._folder.document.itemsize - DOCUMENT.itemsize)
         count = max(1, -(-total // min(max(BUCKET_BYTES, total // _BUCKETS), _LARGEST_BUCKET_BYTES)))
         for number in range(1, count + 1):
             edge = (1 << 64) * number // count if number < count else None
