@@ -137,59 +137,80 @@ def _older(name: str, tensor: Tensor, config: ModelSection, version: float) -> T
     return (split.transpose(0, 1) if version < 1 else split.transpose(1, 2)).reshape(tensor.shape)
 
 
+_CORE = {
+    "query_key_value": "linear_qkv", "self_attention.dense": "self_attention.linear_proj",
+    "dense_h_to_4h": "linear_fc1", "dense_4h_to_h": "linear_fc2", "post_attention_layernorm": "pre_mlp_layernorm",
+}  # fmt: skip
+
+
+def _nested(tensors: Mapping[str, Tensor], first: int, *, core: bool) -> dict[str, Any]:
+    """A model as it is saved, whose layers count from 0: nested modules, or the flat names of megatron-core."""
+    model: dict[str, Any] = {} if core else {"language_model": {"embedding": {}, "encoder": {}}}
+    for name, tensor in tensors.items():
+        if name.startswith("layers."):
+            number = int(name.split(".")[1])
+            name = name.replace(f"layers.{number}.", f"layers.{number - first}.", 1)
+        key, _, rest = name.partition(".")
+        if core:
+            for old, new in _CORE.items():
+                name = name.replace(old, new)
+            place = "embedding." if "embeddings" in key else "" if key == "output_layer" else "decoder."
+            model["output_layer.weight" if "for_head" in key else place + name] = tensor
+        elif "for_head" in key or key in ("lm_head", "binary_head"):
+            model.setdefault(key, {})[rest] = tensor
+        elif key in ("pooler", "output_layer"):
+            model["language_model"].setdefault(key, {})[rest] = tensor
+        elif "embeddings" in key:
+            model["language_model"]["embedding"].setdefault(key, {})[rest] = tensor
+        else:
+            model["language_model"]["encoder"][name] = tensor
+    return model
+
+
 def write_legacy(
-    folder: Path, tensors: Mapping[str, Tensor], config: ModelSection, *, tp: int, pp: int, version: float = 3.0
-) -> Path:
-    """iter_0000003/mp_rank_TT_PPP/model_optim_rng.pt, with the optimizer of a training in fp32."""
+    folder: Path, tensors: Mapping[str, Tensor], config: ModelSection, *, tp: int, pp: int, version: float = 3.0,
+    chunks: int = 1, bf16: bool = False, core: bool = False,
+) -> Path:  # fmt: skip
+    """iter_0000003/mp_rank_TT[_PPP]/model_optim_rng.pt with a plain optimizer; in fp32, or with masters of weights in
+    bf16. `chunks`: virtual stages of each rank."""
     kinds = {"weight": theirs(tensors, config)} | {
         moment: theirs(tensors, config, "optim.", f".{moment}") for moment in ("exp_avg", "exp_avg_sq")
     }
+    last = pp * chunks - 1
     for rank in range(tp):
         for stage in range(pp):
-            mine: dict[str, dict[str, Tensor]] = {}
-            for kind, rows in kinds.items():
-                own = [row for row in rows if stage_of(row[0], config, pp) == stage]
-                mine[kind] = {row[0]: _older(row[0], part(row, rank, tp), config, version) for row in own}
-            if pp > 1 and stage == pp - 1 and config.tie_embeddings and config.family != "bert":
-                for kind, rows in kinds.items():  # the copy of the last stage
-                    mine[kind]["word_embeddings_for_head.weight"] = part(rows[0], rank, tp)
-            language: dict[str, Any] = {"embedding": {}, "encoder": {}}
-            model: dict[str, Any] = {"language_model": language}
-            first = min((int(n.split(".")[1]) for n in mine["weight"] if n.startswith("layers.")), default=0)
-            for name, tensor in mine["weight"].items():
-                if "for_head" in name:
-                    model["word_embeddings_for_head"] = {"weight": tensor}
-                elif "embeddings" in name and not name.startswith("layers."):
-                    key, _, rest = name.partition(".")
-                    language["embedding"].setdefault(key, {})[rest] = tensor
-                elif name.startswith(("lm_head", "binary_head")):
-                    key, _, rest = name.partition(".")
-                    model.setdefault(key, {})[rest] = tensor
-                elif name.startswith(("pooler", "output_layer")):
-                    key, _, rest = name.partition(".")
-                    language.setdefault(key, {})[rest] = tensor
-                else:
-                    if name.startswith("layers."):
-                        number = int(name.split(".")[1])
-                        name = name.replace(f"layers.{number}.", f"layers.{number - first}.", 1)
-                    language["encoder"][name] = tensor
+            mine: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
+            models = {}
+            for chunk in range(chunks):
+                virtual = chunk * pp + stage
+                for kind, rows in kinds.items():
+                    own = {row[0]: row for row in rows if stage_of(row[0], config, pp * chunks) == virtual}
+                    if virtual == last > 0 and config.tie_embeddings and config.family != "bert":
+                        own["word_embeddings_for_head.weight"] = rows[0]  # the copy of the last stage
+                    cut = {name: _older(name, part(row, rank, tp), config, version) for name, row in own.items()}
+                    mine[kind] |= cut
+                    if kind == "weight":
+                        first = min((int(n.split(".")[1]) for n in cut if n.startswith("layers.")), default=0)
+                        saved = {name: each.bfloat16() if bf16 else each for name, each in cut.items()}
+                        models[f"model{chunk}" if chunks > 1 else "model"] = _nested(saved, first, core=core)
             order = [name for name in mine["weight"] if mine["weight"][name].ndim > 1]
             groups = [order, [name for name in mine["weight"] if name not in order]]
             numbers = {name: i for i, name in enumerate(name for group in groups for name in group)}
-            optimizer = {
-                "state": {
-                    i: {kind: mine[kind][name] for kind in ("exp_avg", "exp_avg_sq")} for name, i in numbers.items()
-                },
+            optimizer: dict[str, Any] = {
+                "state": {i: {k: mine[k][name] for k in ("exp_avg", "exp_avg_sq")} for name, i in numbers.items()},
                 "param_groups": [{"params": [numbers[name] for name in group], "step": 3} for group in groups],
             }
+            if bf16:
+                masters = [[mine["weight"][name] for name in group] for group in groups]
+                optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": masters}
             path = folder / "iter_0000003" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
             path.mkdir(parents=True)
             more = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-            saved = {
-                "args": arguments(config, **more), "checkpoint_version": version, "iteration": 3, "model": model,
+            content = {
+                "args": arguments(config, **more), "checkpoint_version": version, "iteration": 3, **models,
                 "optimizer": optimizer, "opt_param_scheduler": {"num_steps": 24},
             }  # fmt: skip
-            _save(saved, path / "model_optim_rng.pt")
+            _save(content, path / "model_optim_rng.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text("3")
     return folder
 

@@ -55,6 +55,8 @@ def go_on(workshop: Workshop, command: Command, source: Path, *words: str) -> tu
 
 WRITERS: dict[str, tuple[str, Callable[..., Path]]] = {
     "megatron-lm": ("gpt2", lambda *a: write_legacy(*a, tp=2, pp=2)),
+    "virtual-stages-bf16": ("gpt2", lambda *a: write_legacy(*a, tp=2, pp=1, chunks=2, bf16=True)),
+    "core-names": ("llama", lambda *a: write_legacy(*a, tp=1, pp=2, bf16=True, core=True)),
     "megatron-lm-1.0": ("gpt2", lambda *a: write_legacy(*a, tp=2, pp=1, version=1.0)),
     "megatron-lm-llama": ("llama", lambda *a: write_legacy(*a, tp=2, pp=2)),
     "bigscience": ("bloom", lambda *a: write_deepspeed(*a, tp=2, pp=2, dp=3)),
