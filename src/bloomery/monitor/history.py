@@ -46,17 +46,22 @@ def read_metrics(path: Path) -> list[Record]:
     return sorted(records, key=lambda record: record.step)
 
 
-def scan_metrics(
-    path: Path, take: Callable[[Record], object], leave: Callable[[Record], object] = lambda _: None
-) -> None:
-    """Give `take` the records that no later job rolled back, in the order written; the others to `leave`."""
+def scan_metrics(path: Path, take: Callable[[Record], object], leave: Callable[[Record], object] | None = None) -> None:
+    """Give `take` the records that no later job rolled back, in the order written; the others, of each job in their
+    order, to `leave`."""
     last_valid = _last_valid_steps(path)
 
     def check(line: bytes) -> None:
         record = from_json(line)
-        (take if record.step <= last_valid.get(record.job, record.step) else leave)(record)
+        if record.step <= last_valid.get(record.job, record.step):
+            take(record)
+        elif leave is not None:
+            leave(record)
 
     scan(path, check)
+    aside = path.with_name(names.ABANDONED_METRICS_FILE)
+    if leave is not None and aside.exists():
+        scan(aside, lambda line: leave(from_json(line)))
 
 
 def _last_valid_steps(metrics: Path) -> dict[int, float]:
