@@ -9,6 +9,7 @@ import contextlib
 import sys
 import tempfile
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from bloomery.monitor import names
 from bloomery.monitor.history import EVENT, readable_lines
 from bloomery.monitor.record import strict_json
 from bloomery.monitor.report import read_runs, recipe_differences, write_csv, write_report
+from bloomery.monitor.tracking import PACKAGES, feed
 from bloomery.sizing.layout import world_size
 
 
@@ -29,11 +31,29 @@ def add_arguments_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folder of a run; several are compared")
     where = "where to write; default: report.html in the run folder, or here for several runs"
     parser.add_argument("--output", type=Path, help=where)
+    text = "give the records to mlflow=URI or wandb=PROJECT, instead; a second time only what is new"
+    parser.add_argument("--to", type=_tracker, metavar="KIND=TARGET", help=text)
     parser.add_argument("--csv", action="store_true", help="print every record as a row, instead")
     add_json(parser, "facts")
 
 
+def _tracker(text: str) -> tuple[str, str]:
+    kind, _, target = text.partition("=")
+    if kind not in PACKAGES or not target:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither mlflow=URI nor wandb=PROJECT")
+    return kind, target
+
+
 def run_report(args: argparse.Namespace) -> int:
+    if args.to:
+        kind, target = args.to
+        if find_spec(PACKAGES[kind]) is None:
+            what = f"the package {PACKAGES[kind]} is missing"
+            raise RecipeError(Problem(what, remedy=f"install it with `pip install bloomery[{kind}]`"))
+        for folder in args.runs:
+            with doing(f"giving {folder} to {kind}"):
+                print(f"{folder}: {feed(folder, kind, target, is_over=lambda: True):,} records")
+        return exit_codes.OK
     with doing(f"reading {', '.join(map(str, args.runs))}"):
         if args.csv:
             write_csv(args.runs, sys.stdout)

@@ -390,6 +390,10 @@ class MonitorSection(Section):
     """Watch for ranks that drift apart; null: never."""
     carbon: CarbonSection | None = None
     """Measure and estimate emissions with CodeCarbon, `pip install bloomery[carbon]`."""
+    mlflow: PathText | None = None
+    """Where MLflow tracks: `sqlite:///mlflow.db`, the URL of a server, or `auto`: MLFLOW_TRACKING_URI."""
+    wandb: PathText | None = None
+    """Project of Weights & Biases; WANDB_MODE=offline needs no network."""
     profile: ProfileSection | None = None
     """Profile some steps of every job; omitted: only those asked for on a live run."""
     alerts: AlertsSection | None = None

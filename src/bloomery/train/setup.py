@@ -32,7 +32,7 @@ from bloomery.config.load import as_yaml
 from bloomery.config.recipe import Recipe
 from bloomery.data.epochs import counted
 from bloomery.data.open import open_data
-from bloomery.monitor import names
+from bloomery.monitor import names, tracking
 from bloomery.monitor.carbon import Carbon
 from bloomery.monitor.history import Ledger, read_ledger
 from bloomery.monitor.journal import Journal, open_journal
@@ -104,6 +104,7 @@ def prepared_run(
             data = closing.enter_context(open_data(recipe, plan=past.plan, cursor=past.before))
             shards = checked_shards(past, data, ranks)
         job = 1 + len(ledger.starts)
+        untracked = list(_tracked(recipe, folder, closing)) if ranks.rank == 0 else []
         journal = _journal(recipe, folder, job, past.state.step, ranks, quiet=quiet)
         closing.callback(journal.close)
         meters = _meters(recipe, folder, job, device, ranks, closing)
@@ -112,7 +113,7 @@ def prepared_run(
             if taken_over:
                 journal.event(Event.TAKEN_OVER, past.state.step, text=taken_over)
             slow = _slow_precision(recipe, device) if ranks.rank == 0 else ""
-            for warning in filter(None, [taken_over, slow, *data.warnings]):
+            for warning in filter(None, [taken_over, slow, *untracked, *data.warnings]):
                 journal.warning(warning)
             run = _build(opened, roots, closing, is_newest=start_from is None, trace=trace, profile_at=profile_at)
             _report_start(run)
@@ -155,6 +156,18 @@ def _meters(
         carbon = Carbon(section.country, folder, f"emissions-{job:03d}{node}.csv")
         closing.callback(carbon.close)
     return {"nodes": nodes, "resources": resources, "carbon": carbon, "slow_ranks": SlowRanks()}
+
+
+def _tracked(recipe: Recipe, folder: Path, closing: ExitStack) -> Iterator[str]:
+    """Begin to feed MLflow and Weights & Biases; why not. They end behind the journal, which is closed before."""
+    wanted = {"mlflow": recipe.monitor.mlflow, "wandb": recipe.monitor.wandb}
+    for kind, target in wanted.items():
+        if target is not None:
+            process, why = tracking.start(kind, target, folder)
+            if process is None:
+                yield f"{kind} gets no records: {why}. Training continues; `bloomery report --to` gives them later"
+            elif process.stdin is not None:
+                closing.callback(process.stdin.close)
 
 
 def _slow_precision(recipe: Recipe, device: torch.device) -> str:
