@@ -62,8 +62,8 @@ def losses_are_averaged_by_micro_batch() -> AbstractContextManager[Any]:
 def replicated_weights_count_twice() -> AbstractContextManager[Any]:
     """The global norm counts what every tensor-parallel rank has a copy of once for each rank."""
 
-    def owned(self: Gradients) -> list[Tensor]:
-        pairs = zip(self._weights, self.tensors(), strict=True)
+    def owned(self: Gradients, tensors: Sequence[Tensor]) -> list[Tensor]:
+        pairs = zip(self._weights, tensors, strict=True)
         return [each for weight, each in pairs if (weight.piece.owned or weight.summed_over_tp) and each.numel()]
 
     return patch.object(Gradients, "_owned", owned)
