@@ -38,7 +38,10 @@ from bloomery.plan.memory import Footprint
 from bloomery.plan.step_time import Pace
 
 _PRIOR, _STACK_PRIOR, _ERROR, _OUTLIER = 0.5, 0.08, 0.05, 0.10
-_HELD = {Pace: ("memory", "flex", "cast_bytes"), Footprint: ("safe", "kept", "mlp_bytes")}
+_HELD = {
+    Pace: ("memory", "flex", "fp8", "cast_bytes", "again", "sum_bytes"),
+    Footprint: ("safe", "kept", "mlp_bytes", "workspace", "end_bytes"),
+}
 """Not fitted: bandwidth and passes are one product, no row says what was too much, and the rest is of our training."""
 _FOLDS = 8
 

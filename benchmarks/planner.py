@@ -23,6 +23,7 @@ import numpy as np
 from bloomery.plan.constants import fitted
 from bloomery.plan.hardware import DEVICES
 from bloomery.plan.memory import Footprint, memory, stage_memory
+from bloomery.plan.search import preference
 from bloomery.plan.setup import ATTENTION, RECOMPUTE, Setup
 from bloomery.plan.step_time import Pace, step_time
 
@@ -119,6 +120,7 @@ def setup_of(row: Row) -> dict[str, Any]:
         "sequence_parallel": row["seq_parallel"] == "1",
         "compiled": row["attn"] == "flash" and "eager" not in row["stack"],
         "whole_bytes": whole,
+        "late_gradients": 0,
         "shared_bytes": 12 + 4.0 * (stage >= 2) + _TEMPORARY_BYTES.get(row["stack"], 0),
         "peak_flops": device.peak(row["precision"]),
         "bf16_flops": device.peak("bf16"),
@@ -212,7 +214,8 @@ def summary(errors: np.ndarray) -> dict[str, Any]:
 def regrets(rows: Sequence[Row], predicted: np.ndarray) -> dict[str, float]:
     """By how much the layout that is chosen falls short of the fastest, where three or more were measured."""
     families: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row, speed in zip(rows, predicted, strict=True):
+    sizes = np.array([float(row["micro_batch"]) for row in rows])
+    for row, speed in zip(rows, preference(predicted, sizes), strict=True):
         families["/".join(row[name] for name in _FAMILY)].append((speed, float(row["tgs_derived"])))
     compared = {name: found for name, found in families.items() if len(found) >= 3}
     return {name: 1 - max(found)[1] / max(measured for _, measured in found) for name, found in compared.items()}

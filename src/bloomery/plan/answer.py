@@ -126,6 +126,8 @@ def rank_memory(question: Question, stages: list[dict[str, Any]]) -> dict[str, i
         parts["activations"] = round(parts["activations"] * min(1.0, share))
         weights = held["masters"] + held["compute_copies"]
         gradients = max(held["gradients"], held["reduced_gradients"])
+        if setup.late_gradients > 0:
+            gradients = max(0, gradients - parts["activations"] - parts["logits"])
         ranks.append({"weights": weights, "gradients": gradients, "optimizer": held["optimizer"], **parts})
     fullest = max(ranks, key=lambda parts: sum(parts.values()))
     expected = sum(fullest.values())

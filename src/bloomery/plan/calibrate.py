@@ -22,12 +22,13 @@ from bloomery.plan.step_time import Pace, attention_seconds, gemm_seconds
 from bloomery.plan.trials import Trial
 
 _TIME = (
-    *("gemm", "small_dimension", "waves", "flash", "flex", "norm_passes", "inner_passes", "loss_passes", "cast_bytes"),
-    *("optimizer_passes", "micro_batch_s", "step_s", "launch_s", "launch_fused_s"),
+    *("speed", "gemm", "small_dimension", "flash", "flash_limit", "flex", "norm_passes", "inner_passes", "loss_passes"),
+    *("fp8", "cast_bytes", "again", "optimizer_passes", "micro_batch_s", "step_s", "launch_s", "launch_fused_s"),
 )
-_MEMORY = ("kept", "mlp_bytes", "logit_bytes")
-_PRIOR, _KERNEL_ERROR, _STEP_ERROR = 0.5, 0.05, 0.01
-"""Standard deviations of logarithms: of a constant from what it is elsewhere, of a kernel's time, of a step's."""
+_MEMORY = ("kept", "mlp_bytes", "workspace", "logit_bytes", "end_bytes")
+_SPEED_PRIOR, _PRIOR, _KERNEL_ERROR, _STEP_ERROR = 2.0, 0.2, 0.1, 0.01
+"""Standard deviations of logarithms: of `speed` and of another constant from what they are elsewhere, of a kernel's
+time, of a step's."""
 _SAFE = 1.06
 """Of memory, over what is expected, where the constants are the machine's own."""
 SMALL, LARGE = (
@@ -46,11 +47,11 @@ def trainings(measured: Mapping[str, Any]) -> list[list[str]]:
         batch = f"batch={{micro_batch_size: {micro}, global_batch_size: {micro * count}}}"
         return [*(SMALL if on_cpu else LARGE), f"precision={precision}", f"model.num_layers={layers}", batch, *more]
 
-    found = [words(6), words(2), words(4, micro=max(1, size // 8), count=4)]
+    found = [words(4), words(2), words(4, micro=max(1, size // 8), count=4)]
     if on_cpu:
         return found
-    found += [words(4, f"parallel.recompute={mode}") for mode in ("full", "mlp")] + [words(4, "model.family=bloom")]
-    found.append(words(8, "model.hidden_size=1024"))
+    found += [words(4, "parallel.recompute=full"), words(4, "model.family=bloom")]
+    found.append(words(4, "model.hidden_size=1024"))
     return [*found, words(4, "precision=fp8")] if any(each["fp8"] for each in measured["gemm"]) else found
 
 
@@ -60,7 +61,7 @@ def entry(
     """Of a hardware file: the device as it was measured; and how well its constants explain each training."""
     device = _unfitted(measured)
     machine = Machine.of(Catalogue({"here": device}), "here", None, device.node)
-    start = replace(fitted(), own={**fitted().own, "speed": 1.0, "memory": device.measured["memory"]})
+    start = replace(fitted(), own={**fitted().own, **device.measured})
     done = [(trial, trial.step_seconds, trial.peak_memory_bytes) for trial in trials]
     steps = [
         (trial, seconds, peak, setup_of(load_recipe("gpt-1.3b", [*shared, *trial.words]).recipe, machine))
@@ -72,7 +73,10 @@ def entry(
     def of_time(values: Mapping[str, float]) -> Column:
         constants = replace(start, own={**start.own, **values})
         whole = [np.log(constants.time(setup).total / seconds) / _STEP_ERROR for _, seconds, _, setup in steps]
-        parts = [np.log(predict(constants.own_pace) / seconds) / _KERNEL_ERROR for predict, seconds in kernels]
+        parts = [
+            np.log(predict(constants.own_pace) / constants.own["speed"] / seconds) / _KERNEL_ERROR
+            for predict, seconds in kernels
+        ]
         return np.array([*whole, *parts], dtype=np.float64)
 
     def of_memory(values: Mapping[str, float]) -> Column:
@@ -81,7 +85,7 @@ def entry(
             [np.log(constants.memory(setup).seen(device.torch_name) / peak) / _STEP_ERROR for *_, peak, setup in steps]
         )
 
-    known = vars(start.own_pace) | vars(start.own_footprint)
+    known = {"speed": start.own["speed"]} | vars(start.own_pace) | vars(start.own_footprint)
     on_memory = (*_MEMORY, "context_gib") if device.torch_name == "cpu" else _MEMORY
     found = fit({name: known[name] for name in _TIME}, of_time)
     found |= fit({name: known[name] for name in on_memory}, of_memory)
@@ -97,7 +101,7 @@ def entry(
         }
         for trial, seconds, peak, setup in steps
     ]
-    return asdict(replace(device, measured=device.measured | rounded | {"speed": 1.0, "safe": _SAFE})), explained
+    return asdict(replace(device, measured=device.measured | rounded | {"safe": _SAFE})), explained
 
 
 def _kernels(measured: Mapping[str, Any], machine: Machine) -> Iterator[tuple[Callable[[Pace], Column], float]]:
@@ -146,9 +150,10 @@ def fit(
 ) -> dict[str, float]:
     """The constants for which errors are least, drawn towards where they start: damped Gauss-Newton on logarithms."""
     first = np.log(list(start.values()))
+    prior = np.array([_SPEED_PRIOR if name in ("speed", "context_gib") else _PRIOR for name in start])
 
     def at(x: Column) -> Column:
-        return np.concatenate([errors(dict(zip(start, np.exp(x).tolist(), strict=True))), (x - first) / _PRIOR])
+        return np.concatenate([errors(dict(zip(start, np.exp(x).tolist(), strict=True))), (x - first) / prior])
 
     x, damping = first.copy(), 1e-2
     for _ in range(rounds):

@@ -66,10 +66,12 @@ def _state_bytes(layouts: dict[str, Column], *, offload: bool) -> dict[str, Colu
     alone = layouts["dp"] * layouts["cp"] == 1
     zero = layouts["zero"]
     accumulates = layouts["global_batch"] > layouts["micro_batch"] * layouts["dp"]
-    sums = 4.0 * ((zero < 2) & (accumulates | alone))
+    late = alone & ~accumulates
+    sums = np.where(late, 2.0, 4.0 * ((zero < 2) & (accumulates | alone)))
     states = np.where(alone, 0.0, 4.0) if offload else 12.0
     return {
         "whole_bytes": np.where(zero == 3, 0.0, 2.0 + sums),
+        "late_gradients": late,
         "shared_bytes": states + np.where(alone, 0.0, 4.0 * (sums == 0)),
     }
 

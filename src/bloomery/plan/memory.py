@@ -21,8 +21,12 @@ class Footprint:
     """Not kept per token and unit inside an MLP, where what lies between its matrices is made again."""
     kept: float = 1.0
     """Of what the blocks would keep if each operator kept its own."""
+    workspace: float = 1.0
+    """Of what a block keeps, while one is made again."""
     logit_bytes: float = 7.5
     """Kept per logit."""
+    end_bytes: float = 2.0
+    """Kept per token and unit of the residual stream, before the first and after the last block."""
     partial: float = 0.55
     """Of the activations, where those of most operators are made again."""
     slack: float = 1.06
@@ -95,9 +99,11 @@ def _parts(found: Memory) -> list[Column]:
 def stage_memory(s: Setup, footprint: Footprint, *, is_last: bool) -> Memory:
     parameters, sharded, slack = s.fullest_parameters, s.zero == 3, footprint.slack
     layer = activation_bytes_per_layer(s, s.recompute, footprint)
+    inner = s.tokens * footprint.mlp_bytes * s.ffn / s.tp / (1 + s.is_fp8)
     layer = layer * np.where((s.recompute == 1) & (s.per_operator > 0), footprint.partial, 1.0)
     none = np.zeros_like(s.recompute)
-    workspace = np.where(s.recompute == 2, activation_bytes_per_layer(s, none, footprint), 0.0)
+    whole = footprint.workspace * activation_bytes_per_layer(s, none, footprint)
+    workspace = np.where(s.recompute == 2, whole, np.where(s.recompute == 3, inner, 0.0))
     in_flight = np.minimum(s.micro_batches, 1 + (s.pp - 1) / s.pp) if is_last else micro_batches_in_flight(s)
     has_logits = np.where(s.pp > 1, float(is_last), 1.0)
     live = np.where(sharded, 4 * (2 * s.layer_parameters + s.vocab * s.hidden) / s.tp, 0.0)
@@ -106,12 +112,16 @@ def stage_memory(s: Setup, footprint: Footprint, *, is_last: bool) -> Memory:
     )
     casts = s.is_fp8 * s.layers_of_stage * s.layer_parameters / s.tp
     groups = (s.tp > 1) * 1.0 + (s.pp > 1) + (s.dp * s.cp > 1)
+    activations = slack * (s.layers_of_stage * layer * in_flight + workspace)
+    per_token = footprint.logit_bytes * s.vocab + footprint.end_bytes * s.hidden
+    logits = slack * has_logits * per_token * s.tokens / s.tp
+    gradients = parameters * (s.whole_bytes - np.where(sharded, 0.0, 2.0))
     return Memory(
         weights=parameters * np.where(sharded, 0.0, 2.0),
-        gradients=parameters * (s.whole_bytes - np.where(sharded, 0.0, 2.0)),
+        gradients=np.where(s.late_gradients > 0, np.maximum(0.0, gradients - activations - logits), gradients),
         optimizer=parameters * s.shared_bytes / s.shard,
-        activations=slack * (s.layers_of_stage * layer * in_flight + workspace),
-        logits=slack * has_logits * footprint.logit_bytes * s.tokens * s.vocab / s.tp,
+        activations=activations,
+        logits=logits,
         buffers=slack * live + bucket + casts + groups * footprint.group_gib * _GIB,
         context=footprint.context_gib * _GIB + 0 * parameters,
     )

@@ -31,6 +31,12 @@ _REASONS = {
 }
 
 
+def preference(tokens_per_s: Column, micro_batch: Column) -> Column:
+    """By what layouts are chosen. Of predictions that differ by less than the planner's own error, the larger
+    micro-batch: what no model sees comes once for each. A doubling is worth 3%; from 2% to 3.5% choose as well."""
+    return tokens_per_s * micro_batch**0.04
+
+
 @dataclass(frozen=True)
 class Ranking:
     grid: Grid
@@ -40,7 +46,7 @@ class Ranking:
     tokens_per_s: Column
     """Of one device."""
     order: list[int]
-    """Rows that fit safely, the fastest first."""
+    """Rows that fit safely, the best first."""
 
     @classmethod
     def of(cls, recipe: Recipe, machine: Machine, devices: int, constants: Constants) -> Ranking:
@@ -53,7 +59,8 @@ class Ranking:
         fits = np.flatnonzero(safe <= grid.setup.memory_bytes)
         # Of equals the simpler layout: fewer ways to divide the model first.
         simple = grid.rows[fits, 0] * grid.rows[fits, 1] * grid.rows[fits, 3] * 8 + grid.rows[fits, 5]
-        order = fits[np.lexsort((simple, -np.round(speed[fits], 1)))]
+        wanted = preference(speed, grid.setup.micro_batch)
+        order = fits[np.lexsort((simple, -np.round(wanted[fits], 1)))]
         return cls(grid, time, used, safe, speed, [int(row) for row in order])
 
     def name(self, row: int) -> str:

@@ -53,6 +53,8 @@ class Setup:
     """1 where elementwise kernels are fused by a compiler."""
     whole_bytes: Column
     """Of weights and gradients per parameter, before data-parallel ranks share them."""
+    late_gradients: Column
+    """1 where gradients come only as activations go."""
     shared_bytes: Column
     """Of states per parameter that the ranks of `shard` share."""
     peak_flops: Column

@@ -24,6 +24,8 @@ class Pace:
     """Of peak FLOP/s, by a large matrix product on a slow device."""
     gemm_limit: float = 3500e12
     """FLOP/s that no device comes near, however high its peak: power and the feeding of its cores."""
+    fp8: float = 1.0
+    """Of a 16-bit product's share of peak, by one of 8 bits."""
     small_dimension: float = 1.0
     """A product takes twice its ideal time where a dimension is this many times the FLOPs that the device does in the
     time that it moves a byte."""
@@ -33,8 +35,8 @@ class Pace:
     """Of a product whose inner size is no multiple of 64."""
     flash: float = 0.7
     """Of peak, by flash attention."""
-    flash_limit: float = 700e12
-    """FLOP/s as `gemm_limit`, of attention."""
+    flash_limit: float = 320e12
+    """FLOP/s as `gemm_limit`, of attention: its second version has 217 TFLOP/s on an H200 (model/attention.py)."""
     flash_first: float = 0.55
     """Of flash attention, by its first version."""
     flex: float = 0.7
@@ -61,6 +63,10 @@ class Pace:
     """To launch the kernels of a layer from Python, forward; hidden where they take longer."""
     launch_fused_s: float = 5e-4
     """The same where a compiler fuses them."""
+    again: float = 1.0
+    """Of a forward pass, by recomputing a block; less where its last product is left out."""
+    sum_bytes: float = 1.0
+    """Moved per parameter for every micro-batch but one, to add up gradients."""
     link: float = 0.7
     """Of the links in a node, by collectives."""
     nic: float = 0.7
@@ -123,6 +129,8 @@ def step_time(setup: Setup, pace: Pace) -> StepTime:
     slower = 1 + pace.growth * np.log2(nodes)
     states = setup.fullest_parameters * (setup.whole_bytes + setup.shared_bytes / setup.shard)
     optimizer = pace.optimizer_passes * states / (setup.memory_bytes_per_s * pace.memory)
+    sums = (micro_batches - 1) * pace.sum_bytes * setup.fullest_parameters
+    optimizer = optimizer + sums / (setup.memory_bytes_per_s * pace.memory)
     data = micro_batches * pace.micro_batch_s + pace.step_s
     communication = micro_batches * (traffic + weights) + gradients
     return StepTime(compute * slower, bubble * slower, communication * slower, optimizer, data + 0 * compute)
@@ -130,7 +138,8 @@ def step_time(setup: Setup, pace: Pace) -> StepTime:
 
 def gemm_seconds(setup: Setup, pace: Pace, m: Column, n: Column, k: Column) -> Column:
     """Of a product (m, k) x (k, n), both ways of training in their mean: each dimension is the inner one once."""
-    ideal = 2 * m * n * k * (1 / (setup.peak_flops * pace.gemm) + 1 / pace.gemm_limit)
+    share = pace.gemm * np.where(setup.is_fp8 > 0, pace.fp8, 1.0)
+    ideal = 2 * m * n * k * (1 / (setup.peak_flops * share) + 1 / pace.gemm_limit)
     least = pace.small_dimension * setup.peak_flops / setup.memory_bytes_per_s
     small = (1 + least / m) * (1 + least / n) * (1 + least / k)
     misaligned = (n % 64 > 0) | (k % 64 > 0)
@@ -166,7 +175,7 @@ def _layer(setup: Setup, pace: Pace) -> tuple[Column, Column]:
     backward = _longer(
         2 * products + backward_of_attention + 2 * elementwise + again_mlp + casts * tokens * wide, 1.5 * launch
     )
-    again = np.where(again_all, forward, np.where(again_core, attention, 0.0))
+    again = np.where(again_all, pace.again * forward, np.where(again_core, attention, 0.0))
     return forward + backward + again, _layer_traffic(s, pace, again_all)
 
 

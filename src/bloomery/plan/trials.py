@@ -130,7 +130,7 @@ def random_data(prefix: Path) -> list[str]:
     with ShardWriter(str(prefix), "uint16") as writer:
         for _ in range(500):
             writer.append(random.integers(2000, size=4096))
-    return ["tokenizer=null", f"data={{train: [{{path: '{prefix}'}}]}}", "launch=null"]
+    return ["tokenizer=null", "prepare=[]", f"data={{train: [{{path: '{prefix}'}}]}}", "launch=null"]
 
 
 def summary(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
