@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ import rank_commands
 from bloomery.cli.main import main
 from bloomery.data.shards import ShardWriter
 from bloomery.launch.local import run_local_ranks
+from bloomery.train.origin import origin
 from conftest import VOCAB, Workshop
 
 Command = Callable[..., tuple[int, str, str]]
@@ -91,3 +94,21 @@ def test_a_step_that_was_not_is_a_clear_error(poisoned: Path, command: Command) 
     assert code == 2
     assert "is not a run" in err
     assert main(["replay", str(poisoned), "--step", "0"]) == 2
+
+
+def test_a_start_says_where_it_was_made_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "r.yaml").write_text("name: r\n")
+    url = "http://somebody:secret@tracker"
+    monkeypatch.setattr("sys.argv", ["/venv/bin/bloomery", "train", str(tmp_path / "r.yaml"), f"monitor.mlflow={url}"])
+    assert origin()["commit"] is None
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert origin()["commit"] == commit
+    (tmp_path / "r.yaml").write_text("name: s\n")
+    found = origin()
+    assert found["commit"] == f"{commit}-dirty"
+    assert found["host"] == socket.gethostname()
+    assert found["command"].startswith(f"bloomery train {tmp_path}/r.yaml")
+    assert "secret" not in found["command"]
