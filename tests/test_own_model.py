@@ -54,6 +54,9 @@ from bloomery.base.errors import RecipeError
 run = lambda folder, *words: bloomery.train(recipe, *words, run_dir=folder, device="cpu")
 run("uncut"), run("cut", "train.exit_after=20 steps"), run("cut")
 assert bloomery.load_model("uncut")(torch.arange(16)[None]).shape == (1, 16, 64)
+sums = ("model.family=own-sums", "data.train=[{path: '500'}]", "data.validation={few: [{path: '20'}]}")
+sums += ("train={for: 6 steps, evaluate: {every: 6 steps, steps: 2}}",)
+run("sums", *sums), run("half", *sums, "train.exit_after=3 steps"), run("half", *sums)
 try:
     run("other", "parallel.tp=2")
 except RecipeError as error:
@@ -63,6 +66,7 @@ except RecipeError as error:
     losses = workshop.losses(Path("uncut"))
     assert losses[-1] < losses[0] - 0.5
     assert workshop.losses(Path("cut")) == losses
+    assert workshop.losses(Path("half")) == workshop.losses(Path("sums"))
     words = (
         "--run-dir",
         "shared",

@@ -3,6 +3,7 @@
 This file is read by every command, so torch is imported only where the model is built.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from bloomery.families.family import Family
@@ -23,9 +24,17 @@ def losses(logits: Any, targets: Any) -> Any:
     return losses_of(logits, targets)
 
 
+def sums(config: Any, path: str) -> Any:
+    """`path` is that of a source in the recipe: here, how many sums there are."""
+    from own_model.model import Sums
+
+    return Sums(int(path), config.seq_length)
+
+
 FAMILY = Family(
     name="own",
     defaults={"dropout": 0.0, "norm_eps": 1e-5, "tie_embeddings": False},
     build=build,
     losses=losses,
 )
+SUMS = replace(FAMILY, name="own-sums", dataset=sums)

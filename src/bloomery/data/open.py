@@ -16,6 +16,7 @@ from bloomery.data.manifest import ShardManifest
 from bloomery.data.masked import MaskedSource, MaskVocabulary
 from bloomery.data.megatron import MegatronOpening, MegatronSource
 from bloomery.data.megatron_order import Part
+from bloomery.data.own import OwnSource
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
@@ -141,6 +142,9 @@ class _Opening:
     def _open(self, section: SourceSection, part: Part, wanted: int) -> ShardSource:
         """`wanted` samples are requested of it, which only Megatron's orders need to know."""
         recipe = self._recipe
+        if dataset := FAMILIES[recipe.model.family].dataset:
+            made = dataset(recipe.model, section.path)
+            return OwnSource(made, section.path, seed=recipe.seed, key=source_key(section))
         shard, manifest = self._shard(section.path)
         settings: dict[str, Any] = {
             "seq_length": recipe.model.seq_length,

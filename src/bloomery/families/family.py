@@ -66,6 +66,8 @@ class Family:
     """Of a model of the user's own (docs/python.md): the recipe's `model` -> the module, on the meta device."""
     losses: Callable[[Any, Mapping[str, Any]], dict[str, Any]] | None = None
     """Of such a model: (what it returns, targets) -> each target's loss summed over each sample, (B,)."""
+    dataset: Callable[[Any, str], Any] | None = None
+    """Of such a model, instead of shards: (the recipe's `model`, `path` of a source) -> items (inputs, targets)."""
     reads: tuple[str, ...] = ()
     """Fields of `model` that only some families read."""
     encoder: bool = False

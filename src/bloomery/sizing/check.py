@@ -140,6 +140,10 @@ def own_model(recipe: Recipe) -> Findings:
     if FAMILIES[recipe.model.family].build and any(cuts.values()):
         rule = "a model of a package's own is not cut, recomputed or rounded from outside: data-parallel ranks share it"
         yield Finding((*(name for name, is_set in cuts.items() if is_set), "model.family"), rule, "use parallel.zero")
+    data = recipe.data
+    if data is not None and FAMILIES[recipe.model.family].dataset and (data.split or data.order != "timeless"):
+        rule = "a dataset of a package's own is read whole, in timeless order"
+        yield Finding(("data.split", "data.order", "model.family"), rule, "name its parts in data.train and validation")
 
 
 def tensor_parallel(recipe: Recipe) -> Findings:

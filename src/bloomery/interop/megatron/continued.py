@@ -33,7 +33,11 @@ from bloomery.sizing.schedule import History, Stretch, TrainingPlan
 
 _READ = {*MAPPED, *re.sub(r"=\S+", "", f"{OTHERS[0][2]} {REFUSED[0][1]} {REFUSED[1][1]}").split()}
 """Arguments that decide the recipe, or a model that is none of ours."""
-_NEGATED = {"add_bias_linear": "disable-bias-linear", "bias_gelu_fusion": "no-bias-gelu-fusion"}
+_NEGATED = {
+    "add_bias_linear": "disable-bias-linear",
+    "bias_gelu_fusion": "no-bias-gelu-fusion",
+    "bert_binary_head": "bert-no-binary-head",
+}
 _POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi"}
 """An enumeration of BigScience's."""
 _POST_NORM = "apply-residual-connection-post-layernorm"
