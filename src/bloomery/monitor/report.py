@@ -405,9 +405,9 @@ def _facts(run: RunOf) -> Iterator[str]:
         estimated = {part for each in found.carbon.values() for part in each.get("estimated") or ()}
         note = f"estimated: {', '.join(sorted(estimated))}" if estimated else "CodeCarbon"
         yield fact("Emissions", f"{number(kilograms)} kg CO2e", note)
-    if found.last_time >= found.first_time:
+    if seconds := sum(run.goodput.values()):
         jobs = max(1, len(found.jobs))
-        yield fact("Wall clock", _duration(found.last_time - found.first_time), f"{jobs} job{'s' * (jobs != 1)}")
+        yield fact("Wall clock", _duration(seconds), f"{jobs} job{'s' * (jobs != 1)}")
 
 
 def _energy_fact(found: Gathered) -> Iterator[str]:
