@@ -187,7 +187,7 @@ EXACT = (
 )
 """Their answers follow from the recipe alone."""
 COUNTS = re.compile(
-    r"(?<=step )(?<!resumed at step )\d[\d,]*(/\d[\d,]*)?|\d[\d,.]*[kMBT]?(?= (steps|parameters|tensors|samples)\b)"
+    r"(?<=step )(?<!resumed at step )\d[\d,]*(/\d[\d,]*)?|\d[\d,.]*[kMBT]?(?= (steps|parameters|tensors)\b)"
 )
 """What no machine changes."""
 
