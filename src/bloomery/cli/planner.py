@@ -150,18 +150,20 @@ def run_calibrate(args: argparse.Namespace) -> int:
         steps = 2 if device.type == "cpu" else 3
         bench = Bench("gpt-1.3b", data, folder, args.device, log_every=steps, figures=steps)
         trials: list[Trial] = []
+        disk, target, facts = write_speed(Path.cwd()), args.out or own_file(), dict[str, Any]()
         for training in trainings(measured):
             signals.say(f"training: {' '.join(training[-3:])} ...")
             trials.append(bench.run(training))
             if trials[-1].outcome != "ok":
                 signals.say(f"{trials[-1].outcome}: {trials[-1].said}")
-        if all(trial.outcome != "ok" for trial in trials):
-            raise BloomeryError(Problem("no training could be measured", trials[0].said, "see `bloomery doctor`"))
-        found, explained = entry(measured, trials, data)
-        disk = write_speed(Path.cwd())
-    name = store(found, disk, args.out or own_file())
-    facts = {"name": name, "file": str(args.out or own_file()), "disk_bytes_per_s": round(disk), **found}
-    return show(args, facts | {"trainings": explained})
+                continue
+            found, explained = entry(measured, trials, data)
+            name = store(found, disk, target)  # after each: a calibration that is interrupted leaves what it knows
+            facts = {"name": name, "file": str(target), "disk_bytes_per_s": round(disk), **found}
+            facts["trainings"] = explained
+    if not facts:
+        raise BloomeryError(Problem("no training could be measured", trials[0].said, "see `bloomery doctor`"))
+    return show(args, facts)
 
 
 def add_arguments_tune(parser: argparse.ArgumentParser) -> None:

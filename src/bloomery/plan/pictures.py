@@ -75,22 +75,26 @@ def _lead(facts: Mapping[str, Any]) -> str:
 def _bars(title: str, rows: Mapping[str, Mapping[str, float]], text: Any, *, limit: float) -> str:
     """A stacked bar for each row; a part whose name begins with a space is a gap."""
     widest = max([limit, *(sum(parts.values()) for parts in rows.values())])
-    names = [name for name in dict.fromkeys(name for parts in rows.values() for name in parts) if name.strip()]
+    names = [name for name in dict.fromkeys(name for parts in rows.values() for name in parts) if _is_shown(name)]
     colours = dict(zip(names, _COLOURS, strict=False))
     lines = [f"<figure class='wide'><figcaption>{escape(title)}, of {escape(text(limit))}</figcaption>"]
     for row, parts in rows.items():
+        whole = sum(size for name, size in parts.items() if _is_shown(name))
         pieces = "".join(_piece(name, size, size / widest, colours, text) for name, size in parts.items())
-        lines.append(
-            f"<div>{escape(row)}</div><div style='display:flex;height:1.6em;margin-bottom:.6em'>{pieces}</div>"
-        )
+        lines.append(f"<div>{escape(row)}: {escape(text(whole))}</div>")
+        lines.append(f"<div style='display:flex;height:1.6em;margin-bottom:.6em'>{pieces}</div>")
     swatch = "display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 1em;background:"
     lines.append("".join(f"<span style='{swatch}{colours[name]}'></span>{escape(name)}" for name in names))
     return "\n".join([*lines, "</figure>"])
 
 
+def _is_shown(name: str) -> bool:
+    return not name.startswith(" ")
+
+
 def _piece(name: str, size: float, share: float, colours: Mapping[str, str], text: Any) -> str:
     colour = colours.get(name, "transparent")
-    title = f"{name}: {text(size)}" if name.strip() else ""
+    title = f"{name}: {text(size)}" if _is_shown(name) else ""
     return f"<div title='{escape(title)}' style='width:{100 * share:.3f}%;background:{colour}'></div>"
 
 
@@ -105,7 +109,9 @@ def _waterfall(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 def _frontier(ranking: Ranking) -> str:
     """Of all legal layouts, the fastest that fits in so much memory."""
-    size, speed = ranking.safe_bytes / _GIB, ranking.tokens_per_s
+    most = 2 * float(np.max(ranking.grid.setup.memory_bytes))
+    near = np.flatnonzero(ranking.safe_bytes <= most)
+    size, speed = ranking.safe_bytes[near] / _GIB, ranking.tokens_per_s[near]
     order = np.argsort(size)
     points = zip(size[order].tolist(), np.maximum.accumulate(speed[order]).tolist(), strict=True)
     return chart_html(
