@@ -23,7 +23,7 @@ _CHANGES = {
     "bubble": "fewer pipeline stages, more micro-batches per step (a smaller micro-batch or fewer replicas), or an "
     "interleaved schedule",
     "communication": "tensor parallelism within a node only, larger micro-batches, a faster network, or ZeRO 1 for 3",
-    "optimizer": "sharding the optimizer over more ranks (ZeRO 1 and above), or fewer micro-batches, whose gradients are added up",
+    "optimizer": "sharding the optimizer over more ranks (ZeRO 1 and above), or fewer micro-batches to add up",
     "data": "larger micro-batches and steps",
     "evaluation": "evaluating less often, or on fewer batches",
     "saves": "saving less often; more ranks each write less",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -111,9 +110,6 @@ class Bench:
                     return "stopped early"
             time.sleep(_POLL_SECONDS)
         return "ok" if job.poll() == exit_codes.OK else "failed"
-
-    def command(self, words: Sequence[str]) -> str:
-        return shlex.join(["bloomery", "train", self.recipe, *words])
 
 
 def torch_name(device: str | None) -> str:
