@@ -95,3 +95,13 @@ def test_what_a_server_refuses_for_a_while_arrives_later(workshop: Workshop, mon
     workshop.train(run="run")
     assert tracking.feed(run, "mlflow", "x", is_over=lambda: True) == 9
     assert taken == list(range(1, 21))
+
+
+def test_an_unknown_tracker_or_a_missing_package_is_a_clear_error(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(workshop.folder), "--to", "comet=ours"]) == 2
+    assert "'comet=ours' is neither mlflow=URI nor wandb=PROJECT" in capsys.readouterr().err
+    monkeypatch.setitem(tracking.PACKAGES, "wandb", "wandb_that_nobody_has")
+    assert main(["report", str(workshop.folder), "--to", "wandb=ours"]) == 2
+    assert "install it with `pip install bloomery[wandb]`" in capsys.readouterr().err.replace("Install", "install")

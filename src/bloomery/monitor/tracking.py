@@ -17,7 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
-from bloomery.base.errors import BloomeryError, DataError, Problem
+from bloomery.base.errors import BloomeryError, DataError, Problem, mask
 from bloomery.base.storage import own_folder, write_atomically
 from bloomery.config.load import as_dict, leaves, load_recipe
 from bloomery.monitor import names
@@ -179,7 +179,7 @@ def feed(run: Path, kind: str, target: str, *, is_over: Callable[[], bool]) -> i
             if time.monotonic() - ended > _PATIENCE_SECONDS:
                 remedy = f"run `bloomery report {run} --to {kind}={target}` when it answers"
                 raise DataError(Problem(f"{kind} at {target} does not take records: {error}", remedy=remedy)) from error
-            print(f"{kind}: {error}; trying again in {wait:.0f} s", file=sys.stderr, flush=True)
+            print(mask(f"{kind}: {error}; trying again in {wait:.0f} s"), file=sys.stderr, flush=True)
             wait = min(2 * wait, _LONGEST_WAIT)
         time.sleep(min(wait, _LOOK_SECONDS) if over else wait)
 
