@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 : "${PYTHON:=python3}"
 : "${TORCH:=2.13.0}"                       # pinned, and installed first: any looser requirement would pull another
 : "${TORCH_INDEX:=}"                       # an index of wheels for one CUDA version; empty: the default one
-: "${EXTRAS:=fast,parquet,s3,gs,abfs,hf,energy,filters}"
+: "${EXTRAS:=fast,parquet,s3,gs,abfs,hf,energy,filters,carbon,mlflow,wandb}"
 
 "$PYTHON" -m venv "$VENV"
 "$VENV/bin/python" -m pip install --upgrade pip

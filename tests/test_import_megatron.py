@@ -184,6 +184,7 @@ MAPPED = f"""
 --lr-decay-tokens 12800 --lr-warmup-fraction .1 --lr-decay-iters 50 -> lr: {{warmup: 40 samples, decay: 12800 tokens}}
 --lr-warmup-tokens 2560 --lr-warmup-iters 5 -> lr: {{warmup: 2560 tokens}}
 --profile --profile-step-end 15 -> monitor: {{profile: {{wait: 9, warmup: 1, active: 5, repeat: 1}}}}
+--wandb-project ours -> monitor: {{wandb: ours}}
 --save-interval 5 -> checkpoint: {{phases: [{{every: 5 steps}}]}}
 --data-path 0.3 a 0.7 b -> data: {{train: [{{path: a, weight: 0.3}}, {{path: b, weight: 0.7}}], split: '969,30,1'}}
 --data-path a --eod-mask-loss --eval-iters 3 -> {{data: {{eod_loss: false}}, train: {{evaluate: {{steps: 3}}}}}}
