@@ -95,3 +95,11 @@ def test_the_next_trial_follows_from_predictions_and_what_was_measured() -> None
     assert next_of(trial("b2", None)) == "a1"
     assert search([trial("a1", 100.0)], everything=True).next() is not None
     assert search([trial("a1", 100.0)] * 4, everything=True).next() is None
+
+
+def test_out_of_memory_is_a_result(workshop: Workshop, tmp_path: Path) -> None:
+    bench = Bench(
+        str(workshop.recipe), ["model.hidden_size=1000000", "model.ffn_hidden_size=1000000"], tmp_path / "tune", "cpu"
+    )
+    found = bench.run([])
+    assert (found.outcome, found.step_seconds) == ("out of memory", None), found.said

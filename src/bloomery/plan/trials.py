@@ -88,8 +88,8 @@ class Bench:
             said.seek(0)
             text = said.read()
         measured = _figures(run)
-        if outcome == "failed":
-            outcome = "out of memory" if _OUT_OF_MEMORY in text or job.returncode == -signal.SIGKILL else outcome
+        if outcome == "failed" and _OUT_OF_MEMORY in text:
+            outcome = "out of memory"
         found = Trial(list(words), outcome, wall_seconds=time.monotonic() - began)
         remove_tree(run)
         if outcome in ("ok", "stopped early") and measured:
@@ -109,7 +109,9 @@ class Bench:
                 if found and is_loser(max(each["tokens_per_second"] for each in found)):
                     return "stopped early"
             time.sleep(_POLL_SECONDS)
-        return "ok" if job.poll() == exit_codes.OK else "failed"
+        if (code := job.poll()) == -signal.SIGKILL:  # by the kernel: the host's memory was full
+            return "out of memory"
+        return "ok" if code == exit_codes.OK else "failed"
 
 
 def torch_name(device: str | None) -> str:
