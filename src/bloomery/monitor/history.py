@@ -7,6 +7,7 @@ import contextlib
 import mmap
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from bloomery.monitor.record import Record, from_json
 
 EVENT: dict[str, type] = {"kind": str, "step": int, "time": float}
 """Types of the fields that every event has."""
+_STEP = re.compile(rb'"step": ?(\d+)')
 _STARTS_AND_STOPS = re.compile(rb'"kind": ?"(start|stop)"')
 
 
@@ -81,15 +83,15 @@ def set_abandoned_aside(run: Path, step: int) -> None:
     who plots the one file sees the run as it counts. A crash in between leaves lines in both, which readers here know
     to pass over; storage that fails leaves them where they were."""
     path = run / names.METRICS_FILE
-    with contextlib.suppress(OSError, ValueError), open(path, "r+b", opener=open_plain) as file:
+    with contextlib.suppress(OSError, ValueError, TypeError), open(path, "r+b", opener=open_plain) as file:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            cut = len(content)
-            while cut and from_json(content[(start := content.rfind(b"\n", 0, cut - 1) + 1) : cut]).step > step:
+            cut = size = len(content)
+            while cut and int(_STEP.search(content, (start := content.rfind(b"\n", 0, cut - 1) + 1), cut)[1]) > step:  # type: ignore[index]
                 cut = start
-            abandoned = content[cut:]
-        if abandoned:
+        if cut < size:
             with open(run / names.ABANDONED_METRICS_FILE, "ab", opener=open_plain) as other:
-                other.write(abandoned)
+                file.seek(cut)
+                shutil.copyfileobj(file, other)
                 other.flush()
                 os.fsync(other.fileno())
             file.truncate(cut)
