@@ -74,7 +74,7 @@ def run_local_ranks(
     what = (size, node, command, list(arguments), alive)
     ranks = [context.Process(target=_be_rank, args=(rank, *what), name=f"rank {rank}") for rank in range(size)]
     try:
-        with doing.doing(f"starting {size} ranks"):
+        with doing.doing(f"starting {size} rank{'s' * (size > 1)}"):
             for rank in ranks:
                 rank.start()
     except BaseException as error:
