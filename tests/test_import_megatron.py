@@ -203,12 +203,14 @@ def test_a_flag_becomes_its_field(line: str) -> None:
 def test_bert_becomes_a_bert() -> None:
     assert import_megatron(["train_bert.py", *SMALL, "--data-path", "a"]).recipe.model.family == "bert"
     words = "--data-path a --mask-prob 0.2 --vocab-file bert/vocab.txt --no-bias-gelu-fusion"
+    words += " --apply-residual-connection-post-layernorm"
     done = import_megatron(["pretrain_bert.py", *SMALL, *words.split()])
     assert done.recipe.model.family == "bert"
     assert field_of(done, "data.masking.probability") == 0.2
     alone = import_megatron(["pretrain_bert.py", *SMALL, "--bert-no-binary-head"])
     assert alone.recipe.model.second_head == "none"
     assert not done.rows_of("differs")
+    assert "before each layer" in alone.rows_of("differs")[-1].remark
     with pytest.raises(RecipeError, match="the model has encoder: True, positions: learned, norm: layer, gated: True"):
         import_megatron(["pretrain_bert.py", *SMALL, "--swiglu"])
 

@@ -25,7 +25,7 @@ from bloomery.interop.hf.importer import publish_run, save_tensors
 from bloomery.interop.hf.proof import Proof, prove_import
 from bloomery.interop.megatron.checkpoint import MODEL, MOMENTS, Found
 from bloomery.interop.megatron.data import fill_data
-from bloomery.interop.megatron.flags import MAPPED, OTHERS, REFUSED, CommandLine, Given, kind_of
+from bloomery.interop.megatron.flags import MAPPED, OTHERS, POST_NORM, REFUSED, CommandLine, Given, kind_of
 from bloomery.interop.megatron.recipe import Builder, fill
 from bloomery.interop.megatron.weights import Weights, model_rows
 from bloomery.sizing.check import check, source_key
@@ -40,7 +40,6 @@ _NEGATED = {
 }
 _POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi"}
 """An enumeration of BigScience's."""
-_POST_NORM = "apply-residual-connection-post-layernorm"
 _RULE = "an import is the beginning of a run folder and replaces nothing"
 
 
@@ -100,12 +99,12 @@ def recipe_of(found: Found, recipe: str | None, overrides: Sequence[str], *, wei
     fill(b)
     fill_data(b)
     is_encoder = FAMILIES[b.raw["model"]["family"]].encoder
-    if is_encoder and not b.has(_POST_NORM):
-        rule = f"bert here is post-norm, as Megatron's is with --{_POST_NORM} only"
+    if is_encoder and not b.has(POST_NORM):
+        rule = f"bert here is post-norm, as Megatron's is with --{POST_NORM} only"
         b.refuse("", "this BERT is pre-norm", rule, "no family here computes it")
     for name, given in b.line.flags.items():
         kind, why = kind_of(name, given.values)
-        if kind == "refused" and not (name == _POST_NORM and is_encoder) and name not in MAPPED:
+        if kind == "refused" and not (name == POST_NORM and is_encoder) and name not in MAPPED:
             b.refuse(name, f"{given.flag} {given.text}".strip(), why, "no family here computes it")
     if b.problems:
         raise RecipeError(b.problems)

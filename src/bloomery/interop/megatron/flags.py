@@ -102,6 +102,9 @@ sequence-parallel untie-embeddings-and-output-weights
 """Flags without a value."""
 
 # Flags that change what is trained in a way that a recipe cannot express: an import ends here.
+POST_NORM = "apply-residual-connection-post-layernorm"
+"""What makes Megatron's BERT the one of its paper."""
+
 # (why, names; `name=value` for a value that switches it off)
 REFUSED: tuple[tuple[str, str], ...] = (
     ("no family here has experts",

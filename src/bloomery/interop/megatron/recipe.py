@@ -17,7 +17,7 @@ from bloomery.base.units import LONGEST_SECONDS, Duration
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.families.family import Family
 from bloomery.families.registry import FAMILIES
-from bloomery.interop.megatron.flags import FIELDS, REQUIRED, CommandLine, Given, Kind, Row
+from bloomery.interop.megatron.flags import FIELDS, POST_NORM, REQUIRED, CommandLine, Given, Kind, Row
 
 T = TypeVar("T", int, float, str)
 UNSET = "it has no value where the script was run or read, or it is known only at run time"
@@ -261,6 +261,11 @@ def _model(b: Builder) -> None:
         flag = "--no-bias-gelu-fusion" if is_exact else ""
         remark = f"Megatron's GELU is exact with --no-bias-gelu-fusion, else the tanh form; here {family.activation}"
         b.rows.append(Row("differs", flag, "", "model.family", family.name, remark))
+    if family.encoder and b.has(POST_NORM):
+        b.note("mapped", POST_NORM, "bert normalises after each layer")
+    elif family.encoder:
+        remark = f"Megatron's BERT normalises before each layer without --{POST_NORM}; here it does after it"
+        b.rows.append(Row("differs", "", "", "model.family", family.name, remark))
     if family.positions == "rotary":
         b.fill("rotary")
     if family.gated and "ffn_hidden_size" not in model:
