@@ -41,7 +41,7 @@ def test_timers_sum_to_the_step_and_the_norm_is_that_of_the_weights(workshop: Wo
     for record in records:
         timers = record["timers"]
         assert {"data", "forward", "backward", "optimizer", "wait", "other"} <= timers.keys()
-        assert record["rank_timers"]["forward"] == [timers["forward"]] * 3 + [0]
+        assert not record["rank_timers"]  # of one rank
     summed = [sum(each for name, each in record["timers"].items() if name not in AWAY) for record in records]
     assert sum(summed) == pytest.approx(sum(record["seconds_per_step"] for record in records), rel=0.03)
     assert "eval" not in records[0]["timers"]

@@ -67,7 +67,7 @@ class StepRecord:
     a step in the mean, which sum to it; and of the whole interval `save`, `eval` and `profile`, which the step does not
     count."""
     rank_timers: dict[str, tuple[float, float, float, int]] = field(default_factory=dict)
-    """Over all ranks, of each phase: the least, the median, the most, and the rank that had it."""
+    """Where there are several ranks, of each phase the least, the median, the most, and the rank that had it."""
     source_losses: dict[str, float] = field(default_factory=dict)
     """Of a blend: the mean language-model loss over the tokens of each source in the interval; else empty."""
     source_samples: dict[str, int] = field(default_factory=dict)

@@ -243,7 +243,9 @@ class Run(Opened):
                 memory_bytes=int(max(memory_now)),
                 peak_memory_bytes=int(max(memory_peak)),
                 memory_share=max(memory_peak) / total_bytes if total_bytes else None,
-                rank_timers={name: spread([row[name] for row in by_rank]) for name in interval["timers"]},
+                rank_timers={
+                    name: spread([row[name] for row in by_rank]) for name in interval["timers"] if len(by_rank) > 1
+                },
                 job=self.job,
                 time=time.time(),
                 replicas=self.mesh.layout.dp,
