@@ -4,6 +4,7 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from bloomery.families.family import IGNORED_LABEL, LM_LOSS
 from bloomery.families.registry import FAMILIES
 from bloomery.interop.hf.folder import CONFIG, HfWeights
 from bloomery.model.generate import generate
-from bloomery.model.loss import row_losses, token_losses
+from bloomery.model.loss import padding_of, row_losses, token_losses
 from bloomery.sizing.parameters import count_parameters, second_loss
 
 LIMIT = 1e-4
@@ -126,7 +127,11 @@ def prove_import(checkpoint: Checkpoint, folder: Path) -> Proof:
     if both.second:
         targets[both.second] = labels["next_sentence_label"] = torch.ones(1).long()
     ours = both.ours(tokens)
-    rows = row_losses((ours[0], ours[1]) if both.second else ours[0], targets, token_losses)
+    if both.vocab_size == config.vocab_size:  # as it is trained, whatever padding has to do with it
+        losses = partial(token_losses, padding=padding_of(config, tokens.device))
+        rows = row_losses(both.model(tokens), targets, losses)
+    else:
+        rows = row_losses((ours[0], ours[1]) if both.second else ours[0], targets, token_losses)
     loss = sum(float(rows[name].sum()) / int((target != IGNORED_LABEL).sum()) for name, target in targets.items())
     proof = both.compare(ours, [tokens])
     proof.training_loss, proof.their_loss = loss, float(both.their_model(tokens, **labels).loss)
