@@ -25,6 +25,7 @@ from bloomery.checkpoint import folder as folders
 from bloomery.cli.main import main
 from bloomery.launch.local import run_local_ranks
 from bloomery.monitor.history import read_events, read_metrics
+from chaos.scene import CHANGING
 from checkpoints import assert_same_tensors, latest_checkpoint
 from conftest import Workshop
 from kill_points import KillPoint, end, train_until_killed
@@ -33,9 +34,6 @@ POINTS = int(os.environ.get("BLOOMERY_KILL_POINTS", "0"))
 PRELOAD = ["kill_points", "bloomery.train.loop", "bloomery.train.setup"]
 FOUR = ("parallel.tp=2", "launch={on: local, gpus_per_node: 4}", "batch={micro_batch_size: 2, global_batch_size: 8}")
 NOBODY = KillPoint(victim=0, operation=None, all_ranks=False)
-CHANGING = ("seconds_per_step", "samples_per_second", "tokens_per_second", "tflops", "mfu", "job", "time")
-CHANGING += ("memory_bytes", "peak_memory_bytes", "energy")
-"""What two equal trainings may differ in."""
 
 
 class Victims:

@@ -27,8 +27,8 @@ def test_two_nodes_against_one_and_two_results_in_one_picture(
     other = ["--output", "ethernet", "--strong", "--nodes", "1"]
     assert main([*words, *other, "--compare", str(folder / "scale.json")]) == 0
     drawn = (workshop.folder / "ethernet" / "scale.html").read_text()
-    assert '"ethernet": [[1' in drawn
-    assert f'"{folder}/scale.json": [[1' in drawn
+    assert '"name": "ethernet", "points": [[1' in drawn
+    assert f'"name": "{folder}/scale.json", "points": [[1' in drawn
 
 
 def test_a_result_that_is_none(workshop: Workshop, capfd: pytest.CaptureFixture[str]) -> None:
