@@ -201,12 +201,13 @@ def flip_a_bit_on_rank_1(step: int, arguments: Sequence[str]) -> int:
 
 
 def stops_after_step_5(rank: int, arguments: Sequence[str]) -> int:
-    """This rank gets SIGSTOP, in what it may take long for; the ranks' patience is short."""
+    """This rank gets SIGSTOP, in what it may take long for; the ranks' patience is short. Rank 0, which keeps the notes
+    of all, at once: what the other read last, its own note included, is then of the set-up."""
     from bloomery.base import signals
 
     def stop(run: Any, state: Any) -> None:
         with signals.PULSE.excuse(signals.FIRST_SECONDS):
-            time.sleep(1.5)  # so that it notes that
+            time.sleep(1.5 * rank)  # so that it notes that
             os.kill(os.getpid(), signal.SIGSTOP)
 
     signals.PATIENCE_SECONDS = 6.0

@@ -216,7 +216,8 @@ class DistributedRanks(Ranks):
 
     def _judge(self) -> None:
         while not self._ended.wait(_NOTE_SECONDS / 2):
-            heard = self._notes.keys() - self.silent_ranks()  # a silent rank noted the limit of something past
+            # What a silent rank has noted is the limit of something past; so is what this one read of itself last.
+            heard = self._notes.keys() - {self.rank, *self.silent_ranks()}
             if PULSE.silent_seconds <= max([PULSE.limit, *(self._notes[rank].limit for rank in heard)]):
                 continue
             self._hangs, behind, text = True, self._behind(), f"{self.waits()}. Start again to resume"
