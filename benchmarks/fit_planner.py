@@ -3,7 +3,7 @@
     python benchmarks/fit_planner.py TRAIN.csv --write
     python benchmarks/fit_planner.py TRAIN.csv --hold-out group
 
-The fit starts from the defaults of Pace and Footprint and is drawn towards them, by a factor of e^0.5 per standard
+The fit begins where `start` of constants.json says and is drawn towards that, by a factor of e^0.5 per standard
 deviation; every software stack has a scalar besides, which is drawn towards 1. Outliers pull no harder than an error of
 10%. `--hold-out` fits again without the rows of each group, source or stack, of each third of the groups, or of random
 eighths, and predicts those.
@@ -15,7 +15,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,13 @@ from planner import (
     with_throughput,
 )
 
-from bloomery.plan.constants import FILE
-from bloomery.plan.memory import Footprint
-from bloomery.plan.step_time import Pace
+from bloomery.plan.constants import FILE, Constants, constants
 
 _PRIOR, _STACK_PRIOR, _ERROR, _OUTLIER = 0.5, 0.08, 0.05, 0.10
-_HELD = {
-    Pace: ("memory", "flex", "fp8", "cast_bytes", "again", "sum_bytes"),
-    Footprint: ("safe", "kept", "mlp_bytes", "workspace", "end_bytes"),
-}
+_HELD = (
+    *("speed", "memory", "flex", "fp8", "cast_bytes", "again", "sum_bytes"),
+    *("safe", "kept", "mlp_bytes", "workspace", "end_bytes"),
+)
 """Not fitted: bandwidth and passes are one product, no row says what was too much, and the rest is of our training."""
 _FOLDS = 8
 
@@ -50,14 +48,16 @@ _FOLDS = 8
 class Fit:
     """Of the constants of one model to rows, by damped Gauss-Newton on the logarithms of both."""
 
-    start: Any
+    part: str
+    """Of constants.json."""
     rows: Sequence[Row]
-    predict: Callable[[Sequence[Row], Any], np.ndarray]
+    predict: Callable[[Sequence[Row], Constants], np.ndarray]
     column: str
 
-    def run(self, rounds: int = 60) -> Any:
-        names = [name for name in asdict(self.start) if name not in _HELD[type(self.start)]]
-        first = np.log([getattr(self.start, name) for name in names])
+    def run(self, rounds: int = 60) -> Constants:
+        start = constants("start")
+        names = [name for name in json.loads(FILE.read_text())[self.part] if name not in _HELD]
+        first = np.log([getattr(start, name) for name in names])
         stacks = sorted({row["stack"] for row in self.rows})
         of_stack = np.array([[row["stack"] == stack for stack in stacks] for row in self.rows], dtype=float)
         groups = Counter(row["group"] for row in self.rows)
@@ -65,11 +65,11 @@ class Fit:
         pull = np.concatenate([np.full(len(names), _PRIOR**-2.0), np.full(len(stacks), _STACK_PRIOR**-2.0)])
         centre = np.concatenate([first, np.zeros(len(stacks))])
 
-        def constants(x: np.ndarray) -> Any:
-            return replace(self.start, **dict(zip(names, np.exp(x[: len(names)]).tolist(), strict=True)))
+        def at(x: np.ndarray) -> Constants:
+            return start.but(dict(zip(names, np.exp(x[: len(names)]).tolist(), strict=True)))
 
         def errors(x: np.ndarray) -> np.ndarray:
-            predicted = self.predict(self.rows, constants(x))
+            predicted = self.predict(self.rows, at(x))
             return log_errors(self.rows, predicted, self.column) + of_stack @ x[len(names) :]
 
         def cost(x: np.ndarray) -> float:
@@ -97,15 +97,15 @@ class Fit:
             else:
                 break
             x, damping = x + move, max(damping / 5, 1e-6)
-        return constants(x)
+        return at(x)
 
 
 def speed_fit(rows: Sequence[Row]) -> Fit:
-    return Fit(Pace(), with_throughput(rows), tokens_per_s, "tgs_derived")
+    return Fit("time", with_throughput(rows), tokens_per_s, "tgs_derived")
 
 
 def memory_fit(rows: Sequence[Row]) -> Fit:
-    return Fit(Footprint(), with_memory(rows), memory_gb, "mem_gb_per_gpu_reported")
+    return Fit("memory", with_memory(rows), memory_gb, "mem_gb_per_gpu_reported")
 
 
 def folds_of(rows: Sequence[Row], by: str) -> list[str]:
@@ -126,8 +126,7 @@ def held_out(make: Callable[[Sequence[Row]], Fit], rows: Sequence[Row], by: str,
     for fold in sorted(set(folds)):
         train = [row for row, name in zip(whole.rows, folds, strict=True) if name != fold]
         test = [row for row, name in zip(whole.rows, folds, strict=True) if name == fold]
-        constants = shipped or make(train).run()
-        predict = partial(_swapped, whole.predict, constants)
+        predict = partial(_swapped, whole.predict, shipped or make(train).run())
         found.append(errors_of(train, test, predict, whole.column)[0])
     return np.concatenate(found)
 
@@ -150,11 +149,16 @@ def main() -> None:
                 what = "constants and scalars" if refit else "scalars alone"
                 print(f"{name}, {what} fitted without it: median {found['median']:.2%}, p90 {found['p90']:.2%}")
         return
-    constants = {"pace": asdict(speed_fit(rows).run()), "footprint": asdict(memory_fit(rows).run())}
-    rounded = {
-        part: {name: float(f"{value:.3g}") for name, value in found.items()} for part, found in constants.items()
-    }
-    text = json.dumps(rounded, indent=2) + "\n"
+    table = json.loads(FILE.read_text())
+    for fit in (speed_fit(rows), memory_fit(rows)):
+        found = vars(fit.run())
+        for name, row in table[fit.part].items():
+            row["fitted"] = float(f"{found[name]:.3g}")
+    parts = []
+    for part, rows_of_part in table.items():
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows_of_part.items())
+        parts.append(f" {json.dumps(part)}: {{\n{lines}\n }}")
+    text = "{\n" + ",\n".join(parts) + "\n}\n"
     if args.write:
         FILE.write_text(text)
     print(text, end="")

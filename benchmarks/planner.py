@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from bloomery.plan.constants import fitted
+from bloomery.plan.constants import Constants, constants
 from bloomery.plan.hardware import DEVICES
-from bloomery.plan.memory import Footprint, memory, stage_memory
+from bloomery.plan.memory import memory, stage_memory
 from bloomery.plan.search import preference
 from bloomery.plan.setup import ATTENTION, RECOMPUTE, Setup
-from bloomery.plan.step_time import Pace, step_time
+from bloomery.plan.step_time import step_time
 
 Row = dict[str, str]
 _NUMBERS = ("layers", "hidden", "ffn", "seq", "n_gpus", "tp", "pp", "dp", "cp", "micro_batch", "global_batch")
@@ -152,15 +152,15 @@ def with_memory(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if is_complete(row) and row["mem_gb_per_gpu_reported"]]
 
 
-def tokens_per_s(rows: Sequence[Row], pace: Pace) -> np.ndarray:
+def tokens_per_s(rows: Sequence[Row], of: Constants) -> np.ndarray:
     found = setups(rows)
-    return found.global_batch * found.seq / step_time(found, pace).total / found.devices
+    return found.global_batch * found.seq / step_time(found, of).total / found.devices
 
 
-def memory_gb(rows: Sequence[Row], footprint: Footprint) -> np.ndarray:
+def memory_gb(rows: Sequence[Row], of: Constants) -> np.ndarray:
     """As the row's tool counts: torch does not see the context, and a tool that does not say `max` sees rank 0."""
     found = setups(rows)
-    first, fullest = stage_memory(found, footprint, is_last=False), memory(found, footprint)
+    first, fullest = stage_memory(found, of, is_last=False), memory(found, of)
     looked = [row["mem_definition"] for row in rows]
     of_fullest = np.array([bool(re.search("max|Azure", text)) for text in looked])
     by_torch = np.array([not re.match("nvidia|Azure|GPU", text) for text in looked])
@@ -221,12 +221,12 @@ def regrets(rows: Sequence[Row], predicted: np.ndarray) -> dict[str, float]:
     return {name: 1 - max(found)[1] / max(measured for _, measured in found) for name, found in compared.items()}
 
 
-def evaluate(train: Sequence[Row], test: Sequence[Row], pace: Pace, footprint: Footprint) -> dict[str, Any]:
+def evaluate(train: Sequence[Row], test: Sequence[Row], of: Constants) -> dict[str, Any]:
     def speed(rows: Sequence[Row]) -> np.ndarray:
-        return tokens_per_s(rows, pace)
+        return tokens_per_s(rows, of)
 
     def space(rows: Sequence[Row]) -> np.ndarray:
-        return memory_gb(rows, footprint)
+        return memory_gb(rows, of)
 
     timed, measured = with_throughput(test), with_memory(test)
     fast, of_speed = errors_of(with_throughput(train), timed, speed, "tgs_derived")
@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument("--test", type=Path, required=True, help="rows that are predicted")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    found = evaluate(read_rows(args.fit), read_rows(args.test), fitted().pace, fitted().footprint)
+    found = evaluate(read_rows(args.fit), read_rows(args.test), constants("fitted"))
     print(json.dumps(found, indent=2) if args.json else as_table(found))
 
 

@@ -20,6 +20,8 @@ from bloomery.config.load import load_recipe
 from bloomery.plan.candidates import setup_of
 from bloomery.plan.constants import fitted
 from bloomery.plan.hardware import Machine, known_as, read_catalogue
+from bloomery.plan.memory import memory
+from bloomery.plan.step_time import step_time
 from bloomery.plan.trials import Bench, random_data, torch_name
 
 _3B = ["model.num_layers=32", "model.hidden_size=2560", "model.num_heads=20"]
@@ -60,14 +62,14 @@ def main() -> None:
 
         def predicted(name: str, words: list[str]) -> tuple[float, float, float]:
             setup = setup_of(load_recipe(name, [*data, *words]).recipe, machine)
-            used = constants.memory(setup)
+            used = memory(setup, constants)
             seen = float(used.seen(machine.device.torch_name))
-            return float(constants.time(setup).total), seen, float(used.expected) * constants.safe
+            return float(step_time(setup, constants).total), seen, float(used.expected) * constants.safe
 
         for case, (name, words) in list(CASES.items())[: args.cases]:
             trial = Bench(name, data, Path(temporary), args.device).run(words)
-            step, memory, safe = predicted(name, words)
-            row = {"case": case, **vars(trial), "predicted_step_seconds": step, "predicted_memory_bytes": memory}
+            step, peak, safe = predicted(name, words)
+            row = {"case": case, **vars(trial), "predicted_step_seconds": step, "predicted_memory_bytes": peak}
             rows.append(row | {"safe_bytes": safe})
             print(line(rows[-1]), flush=True)
         facts: dict[str, Any] = {"machine": machine.gpu, "rows": rows, "median": medians(rows)}

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +37,10 @@ from bloomery.plan.hardware import (
     managed_lustre,
     read_catalogue,
 )
+from bloomery.plan.memory import memory
 from bloomery.plan.score import stored_plan
 from bloomery.plan.search import Ranking, layout_name, preference, with_layout
-from bloomery.plan.step_time import gemm_seconds
+from bloomery.plan.step_time import gemm_seconds, step_time
 from bloomery.plan.trials import Trial
 from bloomery.sizing.check import layout_problems, nothing_done
 from bloomery.sizing.layout import Layout, Place, world_size
@@ -217,15 +217,19 @@ def test_parts_add_up_and_the_safe_figure_is_larger(command: Command) -> None:
     assert (facts["training"]["assumed"]["grid"], facts["training"]["assumed"]["grams_per_kwh"]) == ("FRA", 56)
 
 
+def seconds(base: Recipe, machine: Machine) -> float:
+    return float(step_time(setup_of(base, machine), fitted()).total)
+
+
 def test_a_step_is_longer_with_less_of_everything() -> None:
     base = recipe("bloom-176b")
-    fitted_time = float(fitted().time(setup_of(base, A100)).total)
+    fitted_time = seconds(base, A100)
     slow = Machine.of(Catalogue(), "a100-80g", "ethernet-25g", 8)
-    assert float(fitted().time(setup_of(base, slow)).total) > fitted_time
-    assert float(fitted().time(setup_of(base, Machine.of(Catalogue(), "h100", None, 8))).total) < fitted_time
+    assert seconds(base, slow) > fitted_time
+    assert seconds(base, Machine.of(Catalogue(), "h100", None, 8)) < fitted_time
     no_recompute = setup_of(base, A100, recompute=0)
-    assert float(fitted().time(no_recompute).total) < fitted_time
-    assert float(fitted().memory(no_recompute).expected) > float(fitted().memory(setup_of(base, A100)).expected)
+    assert float(step_time(no_recompute, fitted()).total) < fitted_time
+    assert memory(no_recompute, fitted()).expected > memory(setup_of(base, A100), fitted()).expected
 
 
 # ---------------------------------------------------------------- hardware
@@ -430,8 +434,7 @@ def test_pictures_are_one_page_with_all_of_them(tmp_path: Path, command: Command
 
 def test_calibration_finds_the_constants_that_explain_what_was_measured(tmp_path: Path) -> None:
     """Measurements made by a planner with other constants: the fit must find the way back from the shipped ones."""
-    true = fitted()
-    true = replace(true, own={**true.own, "speed": 0.8, "gemm": 0.7, "flash": 0.6, "kept": 1.1})
+    true = fitted().but({"speed": 0.8, "gemm": 0.7, "flash": 0.6, "kept": 1.1})
     device = DEVICES["h200"]
     base = recipe("gpt-1.3b", "precision=bf16")
     setup = setup_of(base, Machine("h200", device, "none", NETWORKS["infiniband-ndr"], 8))
@@ -441,11 +444,11 @@ def test_calibration_finds_the_constants_that_explain_what_was_measured(tmp_path
             "n": 4 * k,
             "k": k,
             "fp8": False,
-            "seconds": float(gemm_seconds(setup, true.own_pace, *np.array([m, 4 * k, k]))),
+            "seconds": float(gemm_seconds(setup, true, *np.array([m, 4 * k, k]))),
         }
         for k, m in ((1024, 32768), (2048, 4096), (4096, 16384))
     ]
-    copied = device.memory_gb_per_s * true.own_pace.memory * 1e9
+    copied = device.memory_gb_per_s * true.memory * 1e9
     measured = {
         **{
             "device": "NVIDIA H200",
@@ -460,7 +463,7 @@ def test_calibration_finds_the_constants_that_explain_what_was_measured(tmp_path
     trials = []
     for words in trainings(measured):
         there = setup_of(recipe("gpt-1.3b", *words), Machine("h200", device, "none", NETWORKS["infiniband-ndr"], 8))
-        step, used = float(true.time(there).total), int(true.memory(there).seen("NVIDIA H200"))
+        step, used = float(step_time(there, true).total), int(memory(there, true).seen("NVIDIA H200"))
         trials.append(Trial(words, "ok", step, 1.0, 1.0, used))
     found, explained = entry(measured, [*trials, Trial([], "out of memory")], [])
     for row in explained:
@@ -472,9 +475,11 @@ def test_calibration_finds_the_constants_that_explain_what_was_measured(tmp_path
     assert device.memory_gib == 140
     larger = recipe("gpt-1.3b")
     there = setup_of(larger, Machine.of(Catalogue({here(): device}), here(), None, 1))
-    assert float(fitted().on(device).time(there).total) == pytest.approx(
+    assert float(step_time(there, fitted().on(device)).total) == pytest.approx(
         float(
-            true.time(setup_of(larger, Machine("h200", DEVICES["h200"], "none", NETWORKS["infiniband-ndr"], 8))).total
+            step_time(
+                setup_of(larger, Machine("h200", DEVICES["h200"], "none", NETWORKS["infiniband-ndr"], 8)), true
+            ).total
         ),
         rel=0.03,
     )
@@ -527,17 +532,17 @@ def test_a_measured_column_changes_no_prediction(tmp_path: Path, monkeypatch: py
     import planner
 
     rows = planner.read_rows(published(tmp_path / "rows.csv"))[:3]
-    before = planner.tokens_per_s(rows, fitted().pace)
-    after = planner.tokens_per_s([row | {"tgs_derived": "1"} for row in rows], fitted().pace)
+    before = planner.tokens_per_s(rows, fitted())
+    after = planner.tokens_per_s([row | {"tgs_derived": "1"} for row in rows], fitted())
     assert np.array_equal(before, after)
 
 
 def test_the_constants_are_few_and_physical() -> None:
-    constants = fitted()
-    assert len(vars(constants.pace)) + len(vars(constants.footprint)) < 50
-    assert all(value > 0 for part in (constants.pace, constants.footprint) for value in vars(part).values())
+    constants = vars(fitted())
+    assert len(constants) < 50
+    assert all(value > 0 for value in constants.values())
     shares = ("gemm", "flash", "bmm", "misaligned", "link", "tp_exposed", "dp_exposed", "contention", "uneven")
-    assert all(getattr(constants.pace, name) < 1 for name in shares)
+    assert all(constants[name] < 1 for name in shares)
 
 
 def test_an_answer_needs_no_command_line() -> None:

@@ -20,7 +20,9 @@ from bloomery.plan.forecast import (
     training_facts,
 )
 from bloomery.plan.hardware import Catalogue, Machine
+from bloomery.plan.memory import stage_memory
 from bloomery.plan.search import Ranking
+from bloomery.plan.step_time import step_time
 from bloomery.sizing.layout import Layout, ranks_per_node, world_size
 from bloomery.sizing.memory import SAVED_BYTES_PER_PARAMETER, layout_facts, node_bytes, stage_facts
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
@@ -60,7 +62,7 @@ def answer(question: Question) -> Answer:
     static = static_facts(recipe)
     used = rank_memory(question, static["stages"])
     device_bytes = machine.device.memory_gib * 2**30
-    time = constants.time(setup_of(recipe, machine))
+    time = step_time(setup_of(recipe, machine), constants)
     facts = static | {
         "memory_bytes": used | {"device_has": round(device_bytes)},
         "step": speed_facts(recipe, machine, float(time.total)),
@@ -118,7 +120,7 @@ def rank_memory(question: Question, stages: list[dict[str, Any]]) -> dict[str, i
     ranks = []
     for stage in stages:
         held = stage["memory_bytes"]
-        estimated = question.constants.stage_memory(setup, is_last=stage["head"])
+        estimated = stage_memory(setup, question.constants, is_last=stage["head"])
         estimates = ("activations", "logits", "buffers", "context")
         # The estimate is of the stage with most layers.
         share = stage["num_layers"] / float(setup.layers_of_stage)

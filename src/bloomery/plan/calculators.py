@@ -13,7 +13,8 @@ from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recompute
 from bloomery.monitor import names
 from bloomery.monitor.gather import Gathered
-from bloomery.plan.memory import Footprint, activation_bytes_per_layer
+from bloomery.plan.constants import constants
+from bloomery.plan.memory import activation_bytes_per_layer
 from bloomery.plan.setup import RECOMPUTE, Setup
 from bloomery.sizing.schedule import TrainingPlan
 
@@ -104,7 +105,7 @@ def activation_bytes(
         | {"micro_batch": micro_batch, "tp": tp, "pp": pp, "chunks": chunks, "cp": 1, "dp": 1}
         | {"sequence_parallel": sequence_parallel}
     )
-    layer = activation_bytes_per_layer(setup, np.asarray(float(RECOMPUTE.index(recompute))), Footprint())
+    layer = activation_bytes_per_layer(setup, np.asarray(float(RECOMPUTE.index(recompute))), constants("start"))
     extra = (pp - 1) / (pp * chunks) if chunks > 1 else 0.0  # micro-batches in flight times layers of a stage
     return float(layer) * shape.layers * (1 + extra)
 

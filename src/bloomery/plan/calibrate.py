@@ -15,10 +15,11 @@ import yaml
 from bloomery.base.storage import make_folder, write_atomically
 from bloomery.config.load import load_recipe
 from bloomery.plan.candidates import setup_of
-from bloomery.plan.constants import fitted
+from bloomery.plan.constants import Constants, fitted
 from bloomery.plan.hardware import DEVICES, Catalogue, Device, Machine, here
+from bloomery.plan.memory import memory
 from bloomery.plan.setup import Column, Setup
-from bloomery.plan.step_time import Pace, attention_seconds, gemm_seconds
+from bloomery.plan.step_time import attention_seconds, gemm_seconds, step_time
 from bloomery.plan.trials import Trial
 
 _TIME = (
@@ -61,7 +62,7 @@ def entry(
     """Of a hardware file: the device as it was measured; and how well its constants explain each training."""
     device = _unfitted(measured)
     machine = Machine.of(Catalogue({"here": device}), "here", None, device.node)
-    start = replace(fitted(), own={**fitted().own, **device.measured})
+    start = fitted().on(device)
     done = [(trial, trial.step_seconds, trial.peak_memory_bytes) for trial in trials]
     steps = [
         (trial, seconds, peak, setup_of(load_recipe("gpt-1.3b", [*shared, *trial.words]).recipe, machine))
@@ -71,40 +72,35 @@ def entry(
     kernels = list(_kernels(measured, machine))
 
     def of_time(values: Mapping[str, float]) -> Column:
-        constants = replace(start, own={**start.own, **values})
-        whole = [np.log(constants.time(setup).total / seconds) / _STEP_ERROR for _, seconds, _, setup in steps]
-        parts = [
-            np.log(predict(constants.own_pace) / constants.own["speed"] / seconds) / _KERNEL_ERROR
-            for predict, seconds in kernels
-        ]
+        now = start.but(values)
+        whole = [np.log(step_time(setup, now).total / seconds) / _STEP_ERROR for _, seconds, _, setup in steps]
+        parts = [np.log(predict(now) / now.speed / seconds) / _KERNEL_ERROR for predict, seconds in kernels]
         return np.array([*whole, *parts], dtype=np.float64)
 
     def of_memory(values: Mapping[str, float]) -> Column:
-        constants = replace(start, own={**start.own, **values})
-        return np.array(
-            [np.log(constants.memory(setup).seen(device.torch_name) / peak) / _STEP_ERROR for *_, peak, setup in steps]
-        )
+        used = [(memory(setup, start.but(values)), peak) for *_, peak, setup in steps]
+        return np.array([np.log(each.seen(device.torch_name) / peak) / _STEP_ERROR for each, peak in used])
 
-    known = {"speed": start.own["speed"]} | vars(start.own_pace) | vars(start.own_footprint)
+    known = vars(start)
     on_memory = (*_MEMORY, "context_gib") if device.torch_name == "cpu" else _MEMORY
     found = fit({name: known[name] for name in _TIME}, of_time)
     found |= fit({name: known[name] for name in on_memory}, of_memory)
     rounded = {name: float(f"{value:.4g}") for name, value in found.items()}
-    constants = replace(start, own={**start.own, **rounded})
+    constants = start.but(rounded)
     explained = [
         {
             "training": " ".join(word for word in trial.words if word not in (*SMALL, *LARGE)),
             "step_seconds": seconds,
-            "explained_step_seconds": float(constants.time(setup).total),
+            "explained_step_seconds": float(step_time(setup, constants).total),
             "peak_memory_bytes": peak,
-            "explained_memory_bytes": int(constants.memory(setup).seen(device.torch_name)),
+            "explained_memory_bytes": int(memory(setup, constants).seen(device.torch_name)),
         }
         for trial, seconds, peak, setup in steps
     ]
     return asdict(replace(device, measured=device.measured | rounded | {"safe": _SAFE})), explained
 
 
-def _kernels(measured: Mapping[str, Any], machine: Machine) -> Iterator[tuple[Callable[[Pace], Column], float]]:
+def _kernels(measured: Mapping[str, Any], machine: Machine) -> Iterator[tuple[Callable[[Constants], Column], float]]:
     """What predicts the seconds of each, and what they were."""
     usual = setup_of(load_recipe("gpt-1.3b", ["precision=" + measured["precision"]]).recipe, machine)
     in_fp8 = replace(usual, peak_flops=np.asarray(machine.device.peak("fp8")))
@@ -120,7 +116,7 @@ def _kernels(measured: Mapping[str, Any], machine: Machine) -> Iterator[tuple[Ca
         yield partial(_attention, setup), each["seconds"]
 
 
-def _attention(setup: Setup, pace: Pace) -> Column:
+def _attention(setup: Setup, pace: Constants) -> Column:
     forward, backward = attention_seconds(setup, pace)
     return forward + backward
 

@@ -12,6 +12,7 @@ from bloomery.plan.candidates import setup_of
 from bloomery.plan.constants import Constants
 from bloomery.plan.hardware import Catalogue, Machine, Storage
 from bloomery.plan.setup import Column
+from bloomery.plan.step_time import step_time
 from bloomery.sizing.flops import FlopCount, flops_per_token, hardware_count
 from bloomery.sizing.layout import Layout, world_size
 from bloomery.sizing.memory import SAVED_BYTES_PER_PARAMETER
@@ -94,7 +95,7 @@ def forecast(recipe: Recipe, machine: Machine, constants: Constants) -> Forecast
     ends = [*(level.first_step for level in levels[1:]), plan.train_steps + 1]
     steps = np.array([end - level.first_step for level, end in zip(levels, ends, strict=True)])
     batches = np.array([float(level.global_batch) for level in levels])
-    time = constants.time(setup_of(recipe, machine, global_batch=batches))
+    time = step_time(setup_of(recipe, machine, global_batch=batches), constants)
     seconds = np.broadcast_to(time.total, steps.shape)
     begins = np.concatenate([[0.0], np.cumsum(steps * seconds)])
     rows = zip(levels, steps.tolist(), seconds.tolist(), begins.tolist(), strict=False)
@@ -201,7 +202,7 @@ def scaling(recipe: Recipe, machine: Machine, constants: Constants, networks: Ca
         there = machine.on(name, networks.networks[name])
         setup = setup_of(recipe, there, dp=dp, shard=shard)
         used = setup.micro_batches * setup.micro_batch * dp  # what a batch that does not divide leaves over is not done
-        rates[name] = used / constants.time(setup).total / (dp * replica)
+        rates[name] = used / step_time(setup, constants).total / (dp * replica)
     best = max(float(rate[0]) for rate in rates.values())
     return [
         {"nodes": n, "samples_per_gpu": batch.global_batch_size / (n * machine.node)}

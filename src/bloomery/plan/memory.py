@@ -6,40 +6,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from bloomery.plan.constants import Constants
 from bloomery.plan.setup import Column, Setup
 
 _GIB = 2.0**30
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What allocators and libraries take besides what is asked of them."""
-
-    gated_bytes: float = 6.6
-    """Kept per token and unit of a gated MLP."""
-    mlp_bytes: float = 2.0
-    """Not kept per token and unit inside an MLP, where what lies between its matrices is made again."""
-    kept: float = 1.0
-    """Of what the blocks would keep if each operator kept its own."""
-    workspace: float = 1.0
-    """Of what a block keeps, while one is made again."""
-    logit_bytes: float = 7.5
-    """Kept per logit."""
-    end_bytes: float = 2.0
-    """Kept per token and unit of the residual stream, before the first and after the last block."""
-    partial: float = 0.55
-    """Of the activations, where those of most operators are made again."""
-    slack: float = 1.06
-    """What the allocator holds, for each byte of activations and live weights that is used."""
-    context_gib: float = 1.6
-    """CUDA, cuBLAS and NCCL, as nvidia-smi sees them; torch does not count it."""
-    group_gib: float = 0.2
-    """Buffers of the communicators of each kind of parallelism in use."""
-    bucket_parameters: float = 1e9
-    """Most parameters whose gradients are copied for communication at once, at 4 bytes, by the ZeRO 1 and 2 of
-    stacks with unfused attention."""
-    safe: float = 1.15
-    """The out-of-memory-safe figure over the expected one."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +34,7 @@ class Memory:
         return self.expected - (0.0 if torch_name == "cpu" else self.context)
 
 
-def activation_bytes_per_layer(s: Setup, kind: Column, footprint: Footprint) -> Column:
+def activation_bytes_per_layer(s: Setup, kind: Column, footprint: Constants) -> Column:
     """Kept for the backward pass, per micro-batch. Korthikanti et al. 2022 (table 2); gated: the same count without
     dropout."""
     tokens, h, tp = s.tokens, s.hidden, s.tp
@@ -85,7 +55,7 @@ def micro_batches_in_flight(s: Setup) -> Column:
     return np.minimum(ideal, s.micro_batches)
 
 
-def memory(s: Setup, footprint: Footprint) -> Memory:
+def memory(s: Setup, footprint: Constants) -> Memory:
     """Of the fullest rank: of the first stage, which keeps most micro-batches, or of the last, which has the logits."""
     first, last = stage_memory(s, footprint, is_last=False), stage_memory(s, footprint, is_last=True)
     is_first = first.expected >= last.expected
@@ -96,7 +66,7 @@ def _parts(found: Memory) -> list[Column]:
     return [getattr(found, field.name) for field in fields(Memory)]
 
 
-def stage_memory(s: Setup, footprint: Footprint, *, is_last: bool) -> Memory:
+def stage_memory(s: Setup, footprint: Constants, *, is_last: bool) -> Memory:
     parameters, sharded, slack = s.fullest_parameters, s.zero == 3, footprint.slack
     layer = activation_bytes_per_layer(s, s.recompute, footprint)
     inner = s.tokens * footprint.mlp_bytes * s.ffn / s.tp / (1 + s.is_fp8)

@@ -14,9 +14,9 @@ from bloomery.config.recipe import LaunchSection, Recipe
 from bloomery.plan.candidates import COLUMNS, Grid, setup_of
 from bloomery.plan.constants import Constants
 from bloomery.plan.hardware import Machine
-from bloomery.plan.memory import Memory
+from bloomery.plan.memory import Memory, memory
 from bloomery.plan.setup import RECOMPUTE, Column
-from bloomery.plan.step_time import StepTime
+from bloomery.plan.step_time import StepTime, step_time
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import layout_overrides, world_size
 
@@ -53,7 +53,7 @@ class Ranking:
         grid = Grid.of(recipe, machine, devices)
         if not len(grid.rows):
             raise RecipeError(_no_layout(recipe, devices))
-        time, used = constants.time(grid.setup), constants.memory(grid.setup)
+        time, used = step_time(grid.setup, constants), memory(grid.setup, constants)
         speed = grid.setup.global_batch * grid.setup.seq / time.total / devices
         safe = used.expected * constants.safe
         fits = np.flatnonzero(safe <= grid.setup.memory_bytes)
@@ -135,7 +135,7 @@ def with_layout(loaded_from: str, overrides: list[str], layout: str, node: int) 
 def why(recipe: Recipe, ranking: Ranking, machine: Machine, constants: Constants) -> list[str]:
     """What a legal layout, that of `recipe`, has against the best one: sentences."""
     setup = setup_of(recipe, machine)
-    time, used = constants.time(setup), constants.memory(setup)
+    time, used = step_time(setup, constants), memory(setup, constants)
     best = ranking.best(recipe, world_size(recipe))
     safe = float(used.expected) * constants.safe
     have = float(setup.memory_bytes)

@@ -1,7 +1,5 @@
-"""Seconds of a training step, from the work of one layer up: what is computed, what is moved, and what waits.
-
-benchmarks/fit_planner.py fits the constants to published runs; docs/plan.md says how well they hold.
-"""
+"""Seconds of a training step, from the work of one layer up: what is computed, what is moved, and what waits. How far
+hardware falls short of its data sheet are constants (constants.json); docs/plan.md says how well they hold."""
 
 from __future__ import annotations
 
@@ -9,90 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bloomery.plan.constants import Constants
 from bloomery.plan.setup import Column, Setup
 
 _HALF = 2
 """Bytes of what is computed with."""
 _TILE = 256 * 128
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How far hardware falls short of its data sheet. Shares are of the data sheet's figure."""
-
-    gemm: float = 0.78
-    """Of peak FLOP/s, by a large matrix product on a slow device."""
-    gemm_limit: float = 3500e12
-    """FLOP/s that no device comes near, however high its peak: power and the feeding of its cores."""
-    fp8: float = 1.0
-    """Of a 16-bit product's share of peak, by one of 8 bits."""
-    small_dimension: float = 1.0
-    """A product takes twice its ideal time where a dimension is this many times the FLOPs that the device does in the
-    time that it moves a byte."""
-    waves: float = 0.5
-    """Share of the loss to a last round of tiles that does not fill the device."""
-    misaligned: float = 0.69
-    """Of a product whose inner size is no multiple of 64."""
-    flash: float = 0.7
-    """Of peak, by flash attention."""
-    flash_limit: float = 320e12
-    """FLOP/s as `gemm_limit`, of attention: its second version has 217 TFLOP/s on an H200 (model/attention.py)."""
-    flash_first: float = 0.55
-    """Of flash attention, by its first version."""
-    flex: float = 0.7
-    """Of flash attention, by FlexAttention."""
-    bmm: float = 0.5
-    """Of peak, by the two products of unfused attention."""
-    bmm_misaligned: float = 0.3
-    """Of those, where a head is no multiple of 8 wide."""
-    score_passes: float = 8.0
-    """Times that unfused attention reads or writes its scores, forward."""
-    norm_passes: float = 12.0
-    """Times that a layer reads or writes the residual stream, forward."""
-    inner_passes: float = 4.0
-    """The same, of what lies inside attention and MLP."""
-    fused: float = 0.6
-    """Of these passes, where a compiler fuses them."""
-    loss_passes: float = 6.0
-    """Times that the loss reads or writes fp32 logits."""
-    cast_bytes: float = 0.5
-    """Moved to cast a value to 8 bits: two are written, unless it is also read for it."""
-    memory: float = 0.85
-    """Of memory bandwidth."""
-    launch_s: float = 1.5e-3
-    """To launch the kernels of a layer from Python, forward; hidden where they take longer."""
-    launch_fused_s: float = 5e-4
-    """The same where a compiler fuses them."""
-    again: float = 1.0
-    """Of a forward pass, by recomputing a block; less where its last product is left out."""
-    sum_bytes: float = 1.0
-    """Moved per parameter for every micro-batch but one, to add up gradients."""
-    link: float = 0.7
-    """Of the links in a node, by collectives."""
-    nic: float = 0.7
-    """Of the network."""
-    rank_s: float = 1e-4
-    """For every data-parallel rank, once per step: to bring its part of the weights to the others."""
-    hop_s: float = 4e-6
-    """A collective takes this for every rank."""
-    tp_exposed: float = 0.4
-    """Share of tensor-parallel traffic that a modern stack cannot hide; old ones hide none."""
-    dp_exposed: float = 0.5
-    """The same of reducing gradients."""
-    contention: float = 0.2
-    """Of traffic hidden behind computation, that nevertheless slows it."""
-    p2p_exposed: float = 0.6
-    """Of traffic between pipeline stages."""
-    uneven: float = 0.8
-    """Share of the wait for the slowest stage that is not filled by work of the others."""
-    optimizer_passes: float = 2.5
-    """Times that the step reads or writes all the states it owns."""
-    micro_batch_s: float = 2e-3
-    """Between micro-batches."""
-    step_s: float = 0.05
-    """Between steps: logging, clipping, the schedule."""
-    growth: float = 0.01
-    """By which every doubling of the nodes lengthens a step: the slowest of more."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +32,7 @@ class StepTime:
         return self.compute + self.bubble + self.communication + self.optimizer + self.data
 
 
-def step_time(setup: Setup, pace: Pace) -> StepTime:
+def step_time(setup: Setup, pace: Constants) -> StepTime:
     layer, layer_traffic = _layer(setup, pace)
     head = _head(setup, pace)
     stages = setup.pp * setup.chunks
@@ -133,10 +53,11 @@ def step_time(setup: Setup, pace: Pace) -> StepTime:
     optimizer = optimizer + sums / (setup.memory_bytes_per_s * pace.memory)
     data = micro_batches * pace.micro_batch_s + pace.step_s
     communication = micro_batches * (traffic + weights) + gradients
-    return StepTime(compute * slower, bubble * slower, communication * slower, optimizer, data + 0 * compute)
+    parts = (compute * slower, bubble * slower, communication * slower, optimizer, data + 0 * compute)
+    return StepTime(*(part / pace.speed for part in parts))
 
 
-def gemm_seconds(setup: Setup, pace: Pace, m: Column, n: Column, k: Column) -> Column:
+def gemm_seconds(setup: Setup, pace: Constants, m: Column, n: Column, k: Column) -> Column:
     """Of a product (m, k) x (k, n), both ways of training in their mean: each dimension is the inner one once."""
     share = pace.gemm * np.where(setup.is_fp8 > 0, pace.fp8, 1.0)
     ideal = 2 * m * n * k * (1 / (setup.peak_flops * share) + 1 / pace.gemm_limit)
@@ -149,7 +70,7 @@ def gemm_seconds(setup: Setup, pace: Pace, m: Column, n: Column, k: Column) -> C
     return np.maximum(ideal * small * uneven * np.where(misaligned, 1 / pace.misaligned, 1.0), moved)
 
 
-def _layer(setup: Setup, pace: Pace) -> tuple[Column, Column]:
+def _layer(setup: Setup, pace: Constants) -> tuple[Column, Column]:
     """(computation, exposed traffic) of a layer on a micro-batch: forward, backward, and forward again."""
     s, tokens, h, tp = setup, setup.tokens, setup.hidden, setup.tp
     products = (
@@ -184,7 +105,7 @@ def _longer(one: Column, other: Column) -> Column:
     return (one**4 + other**4) ** 0.25
 
 
-def attention_seconds(s: Setup, pace: Pace) -> tuple[Column, Column]:
+def attention_seconds(s: Setup, pace: Constants) -> tuple[Column, Column]:
     """Seconds forward and backward of scores, softmax and values."""
     products = 4 * s.tokens * s.seq * s.heads_width / s.tp
     rate = 1 / (1 / (s.bf16_flops * pace.flash) + 1 / pace.flash_limit)
@@ -198,7 +119,7 @@ def attention_seconds(s: Setup, pace: Pace) -> tuple[Column, Column]:
     return np.where(unfused, bmm + moved, flash), np.where(unfused, 2 * bmm + 2 * moved, 2.5 * flash)
 
 
-def _layer_traffic(s: Setup, pace: Pace, again: Column) -> Column:
+def _layer_traffic(s: Setup, pace: Constants, again: Column) -> Column:
     stream = _HALF * s.tokens * s.hidden
     rounds = 4 + 2 * again
     bandwidth = np.where(s.tp <= s.node, s.link_bytes_per_s * pace.link, _group_bandwidth(s, pace, s.node))
@@ -210,19 +131,19 @@ def _layer_traffic(s: Setup, pace: Pace, again: Column) -> Column:
     return np.where(overlaps, pace.tp_exposed, 1.0) * tensor + context * pace.tp_exposed
 
 
-def _group_bandwidth(s: Setup, pace: Pace, per_node: Column) -> Column:
+def _group_bandwidth(s: Setup, pace: Constants, per_node: Column) -> Column:
     """Bytes/s of a ring through all nodes, of a group that has so many ranks on each: groups share the cards."""
     share = np.clip(per_node, 1, s.node) / s.node
     return np.minimum(s.link_bytes_per_s * pace.link, s.nic_bytes_per_s * share * pace.nic)
 
 
-def _head(s: Setup, pace: Pace) -> Column:
+def _head(s: Setup, pace: Constants) -> Column:
     product = gemm_seconds(s, pace, s.tokens, s.vocab / s.tp, s.hidden)
     passes = 4 * pace.loss_passes * s.tokens * s.vocab / s.tp / (s.memory_bytes_per_s * pace.memory)
     return 3 * product + passes
 
 
-def _between_stages(s: Setup, pace: Pace) -> Column:
+def _between_stages(s: Setup, pace: Constants) -> Column:
     """Exposed seconds per micro-batch: its residual stream to the next stage and its gradient back."""
     size = _HALF * s.tokens * s.hidden / np.where(s.sequence_parallel > 0, s.tp, 1)
     inside = s.devices <= s.node
@@ -230,7 +151,7 @@ def _between_stages(s: Setup, pace: Pace) -> Column:
     return np.where(s.pp > 1, 2 * s.chunks * size / bandwidth * pace.p2p_exposed, 0.0)
 
 
-def _data_parallel(s: Setup, pace: Pace, compute: Column) -> tuple[Column, Column]:
+def _data_parallel(s: Setup, pace: Constants, compute: Column) -> tuple[Column, Column]:
     """Exposed seconds: of gathering sharded weights and reducing their gradients per micro-batch (ZeRO 3), and of
     reducing gradients and gathering updated weights once per step."""
     ranks = s.dp * s.cp
