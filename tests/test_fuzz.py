@@ -54,7 +54,7 @@ from bloomery.sizing.check import load_checked_recipe
 from bloomery.train.resume import resume_point_at
 from conftest import Workshop
 from hf_samples import hf_folder, in_shards
-from megatron_scripts import TR1
+from megatron_scripts import SMALL
 from monitor_samples import step_record, validation_record
 from prepare_samples import jsonl, make, make_texts, make_tokenizer
 
@@ -359,16 +359,10 @@ class Samples:
         flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --train-iters 10 --tokenizer-type GPT2BPETokenizer --data-path x --fp16 --adam-beta2 0.95 --weight-decay 0.1"
         return Parser(path, lambda: import_megatron(flags.split(), ds_config=path), fields=True)
 
-    def megatron_script(self) -> Parser:
-        path = self.folder / "run.sh"
-        path.write_text(TR1)
-        ranks = {"SLURM_NNODES": "128", "SLURM_JOBID": "7", "six_ALL_CCFRWORK": "w", "six_ALL_CCFRSCRATCH": "s"}
-        flags = "--seq-length 2048 --max-position-embeddings 2048 --save-interval 1500 --data-path x --loss-scale 4096"
-
-        def read() -> object:
-            return import_megatron(flags.split(), script=path, execute=False, given=ranks, without_ds_config=True)
-
-        return Parser(path, read)
+    def megatron_flags(self) -> Parser:
+        path = self.folder / "flags"
+        path.write_text(" ".join(SMALL) + " --rampup-batch-size 2 2 16 --fp16 --split 9,1,0 --data-path 0.3 a 0.7 b")
+        return Parser(path, lambda: import_megatron(path.read_text(errors="surrogateescape").split()))
 
     def events(self) -> Parser:
         path = self.folder / "events.jsonl"

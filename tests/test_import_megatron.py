@@ -117,8 +117,6 @@ def test_every_form_of_the_command(tmp_path: Path, command: Command) -> None:
         assert code == 0, err
         answers.append(json.loads(out)["recipe"])
     assert answers[0] == answers[1] == answers[2]
-    assert "--seed is $((3+4))" in command("import", "megatron", "--script", path, "--no-execute")[2]
-    assert command("import", "megatron", "--script", path, "--no-execute", "--", "--seed", "7")[0] == 0
     assert not (tmp_path / "ran").exists()
     code, out, _ = command("import", "megatron", *SMALL, "--json")
     lr = {"kind": "mapped", "flag": "--lr", "value": "1e-3", "field": "lr.peak", "result": "0.001", "remark": ""}

@@ -1,4 +1,4 @@
-"""Scripts of `bloomery import megatron`: run under bash with stubs, or only read."""
+"""Scripts of `bloomery import megatron`: run under bash with stubs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import pytest
 from bloomery.base.errors import RecipeError
 from bloomery.interop.megatron import script as runner
 from bloomery.interop.megatron.importer import import_megatron
-from bloomery.interop.megatron.reader import read_script
-from bloomery.interop.megatron.script import run_script
-from megatron_scripts import SMALL, TR1, different_fields, field_of, row_of, script
+from megatron_scripts import SMALL, field_of, row_of, script
 
 # ---------------------------------------------------------------- the stubs under which a script runs
 
@@ -151,87 +149,3 @@ def test_two_different_trainings_or_none_are_refused(tmp_path: Path) -> None:
     for text in ("source x\nls\n", "exit 0\npretrain_gpt.py FLAGS\n", "if false; then pretrain_gpt.py FLAGS; fi\n"):
         with pytest.raises(RecipeError, match="there is no training in this script"):
             script(tmp_path, text)
-
-
-# ---------------------------------------------------------------- a script that is only read
-
-
-def test_a_script_is_read_without_running_any_of_it(tmp_path: Path) -> None:
-    text = f"""#SBATCH --nodes=2
-touch {tmp_path}/touched; echo > {tmp_path}/touched
-A=3; export B="x  $A" C=$A   # a comment
-ARGS=" --seed $A \\
-    --log-interval ${{EVERY:-5}}"
-LIST=(--min-lr 1e-5 "--weight-decay" "0.2")
-LIST+=(--clip-grad $CLIP)
-srun --label bash -c "torchrun --nnodes $SLURM_NNODES --nproc_per_node 8 pretrain_gpt.py $ARGS FLAGS ${{LIST[*]}}"
-"""
-    flags_only = "--micro-batch-size 1 --global-batch-size 16"
-    done = script(tmp_path, text, *flags_only.split(), execute=False, given={"CLIP": "0.5"})
-    assert not (tmp_path / "touched").exists()
-    fields = ("seed", "monitor.log_every", "lr.min", "optimizer.weight_decay", "optimizer.clip_grad_norm")
-    assert [field_of(done, path) for path in fields] == [3, "5 steps", 1e-5, 0.2, 0.5]
-
-
-@pytest.mark.parametrize(
-    ("text", "unread"),
-    [
-        ("B=0\nfor A in 1 2; do B=$A; done\nrun $B", [(2, "the `for` of this line is not read")]),
-        ("while read B; do :; done\nrun $B", [(1, "the `while` of this line is not read")]),
-        ("B=1; case $X in\n a) B=1;;\nesac\nrun $B", [(1, "the `case` of this line is not read")]),
-        ("if [ -f x ]; then B=1; else B=2; fi\nrun $B", [(1, "the `if` of this line is not read")]),
-        ("B=1\n[ -d y ] && B=2\nrun $B", []),
-        ("f() {\n B=9\n}\nB=${B:-2}\nrun $B", [(1, "the `f()` of this line is not read")]),
-        ("source env.sh\nrun $B", [(1, "`source env.sh` is not read")]),
-    ],
-)
-def test_what_is_not_read_has_no_value_and_is_reported(text: str, unread: list[tuple[int, str]]) -> None:
-    found = read_script(Path("x.sh"), text, {})
-    assert found.commands[-1].words == ["run", "$B"]
-    assert found.unread == unread
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("ls\npretrain 'c", "x.sh:2: this script cannot be read"),
-        ("A=(1\n2", "x.sh:1: this script cannot be read"),
-        ('X=\'bash -c "$X"\'\nbash -c "$X"', "calls itself"),
-        ("if [ -f x ]; then\n pretrain_gpt.py FLAGS\nfi", "It depends on line 1, which is not read"),
-        ("if [ -f x ]; then D=--deepspeed; fi\npretrain_gpt.py FLAGS $D", "$D has no value, and may hold flags"),
-        ("cat <<EOT > d.json\n{}\nEOT\npretrain_gpt.py FLAGS --deepspeed_config d.json", "cannot be seen"),
-        ("pretrain_gpt.py FLAGS --seed $((3 * 4))", "--seed is $((3*4)). It has no value"),
-    ],
-)
-def test_a_script_that_cannot_be_read_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "x.sh"
-    file.write_text(text.replace("FLAGS", " ".join(SMALL)))
-    with pytest.raises(RecipeError) as caught:
-        import_megatron([], script=file, execute=False)
-    assert message in str(caught.value)
-
-
-def test_values_that_double_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"\$A is too long\. The values that a script uses have at most 16,777,216"):
-        read_script(Path("x.sh"), "A=x\n" + "A=$A$A\n" * 100_000, {})
-
-
-def test_a_published_script_can_be_read(tmp_path: Path) -> None:
-    given = {"six_ALL_CCFRSCRATCH": "s", "SLURM_JOBID": "7"}
-    words = "--seq-length 2048 --max-position-embeddings 2048 --save-interval 1500 --data-path x --loss-scale 4096"
-    done = script(tmp_path, TR1, *words.split(), given=given, execute=False, without_ds_config=True)
-    assert different_fields(done, "tr1-13b") <= {
-        "name", "tokenizer.path", "checkpoint.phases.0.every", "data.train", "data.train.0.path", "loss_scale.initial",
-        "loss_scale.window",
-    }  # fmt: skip
-    messages = "\n".join(map(str, done.warnings))
-    assert ":19: the `if` of this line is not read" in messages
-    assert ":94: `cat here-document` is not read" in messages
-
-
-def test_running_and_reading_agree_on_a_plain_script(tmp_path: Path) -> None:
-    text = 'A=3\nB="x $A"\nL=(1 \'2 3\')\nrun $B \'$A\' "$B" "${L[@]}" ${C:-7} pre${A}post\\\n  end # c\n'
-    (tmp_path / "x.sh").write_text(text)
-    words = ["run", "x", "3", "$A", "x 3", "1", "2 3", "7", "pre3post", "end"]
-    for how in (run_script, read_script):
-        assert how(tmp_path / "x.sh", text, {}).commands[-1].words == words

@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "bloomery import megatron [--script FILE [--no-execute] [--set NAME=VALUE]] [OPTIONS] [-- FLAGS...]"
+    parser.usage = "bloomery import megatron [--script FILE [--set NAME=VALUE]] [OPTIONS] [-- FLAGS...]"
     script_help = "launch script: its bash is executed, with a stub for every program"
     parser.add_argument("--script", metavar="FILE", type=Path, help=script_help)
-    parser.add_argument("--no-execute", action="store_true", help="read the script, without running any of it")
     set_help = "a variable of the script, or an argument: 1=X"
     parser.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=set_help)
     ds_config = parser.add_mutually_exclusive_group()
@@ -50,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
     done = import_megatron(
         args.words,
         script=args.script,
-        execute=not args.no_execute,
         given=dict(text.split("=", 1) for text in args.set),
         ds_config=args.ds_config,
         without_ds_config=args.without_ds_config,

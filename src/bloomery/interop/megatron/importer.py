@@ -17,7 +17,6 @@ from bloomery.config.schema import by_place
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.interop.megatron.data import fill_data
 from bloomery.interop.megatron.flags import CommandLine, Given, Kind, Row, kind_of, parse_command
-from bloomery.interop.megatron.reader import read_script
 from bloomery.interop.megatron.recipe import Builder, fill
 from bloomery.interop.megatron.script import Script, run_script
 from bloomery.sizing.check import check
@@ -56,21 +55,20 @@ def import_megatron(
     words: Sequence[str],
     *,
     script: Path | None = None,
-    execute: bool = True,
     ds_config: Path | None = None,
     without_ds_config: bool = False,
     given: Mapping[str, str] | None = None,
     name: str | None = None,
 ) -> Imported:
     """`words`: what the program gets, or flags that overrule those of the `script`. RecipeError with every problem.
-    `execute`: run the script under bash with stubs, else only read it. `given`: variables and arguments of it."""
+    `given`: variables and arguments of the script."""
     if script is None and not words:
         remedy = "bloomery import megatron -- FLAGS, or --script FILE"
         raise RecipeError(Problem("there is nothing to import", remedy=remedy))
     found, source = None, COMMAND_LINE
     line = parse_command(words if script is None else ["x.py", *words], COMMAND_LINE)
     if script is not None:
-        found, source = (run_script if execute else read_script)(script, _script_of(script), given or {}), str(script)
+        found, source = run_script(script, _script_of(script), given or {}), str(script)
         own = _training_command(found, source)
         line = CommandLine(own.program, own.flags | line.flags, own.stray + line.stray)
     b = Builder(line, lambda path: _find_file(path, found, source))
@@ -109,9 +107,6 @@ def _training_command(script: Script, source: str) -> CommandLine:
             what = f"lines {other.line} and {last.line} are different trainings"
             remedy = "import a copy of the script with one of them, or choose with --set NAME=VALUE"
             raise RecipeError(Problem(what, "a recipe is one training", remedy, place))
-    if last.doubt:
-        remedy = "run the script: --script FILE, or give the flags themselves behind `--`"
-        raise RecipeError(Problem("this command may be another one", last.doubt, remedy, place))
     return line
 
 

@@ -20,7 +20,7 @@ from bloomery.families.registry import FAMILIES
 from bloomery.interop.megatron.flags import FIELDS, POST_NORM, REQUIRED, CommandLine, Given, Kind, Row
 
 T = TypeVar("T", int, float, str)
-UNSET = "it has no value where the script was run or read, or it is known only at run time"
+UNSET = "it has no value where the script was run, or it is known only at run time"
 _LARGEST = 10**18
 """Of every number: it keeps nonsense out of later arithmetic."""
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}

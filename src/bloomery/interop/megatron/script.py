@@ -1,6 +1,6 @@
-"""A launch script, run under bash with a stub for every program (`run_script`), or only read (`read_script`).
+"""A launch script, run under bash with a stub for every program.
 
-Running executes the bash of the user's own script: its assignments, tests, loops and redirections, in a temporary
+That executes the bash of the user's own script: its assignments, tests, loops and redirections, in a temporary
 folder with an empty environment, for a limited time. No program is started but bash itself: PATH is empty, and a DEBUG
 trap puts a function in place of every program that the script names by a path. A file that a command redirects to an
 absolute path is written inside the temporary folder. It is a precaution against accidents, not a jail.
@@ -34,8 +34,6 @@ _STUBS = Path(__file__).with_name("stubs.sh")
 class Command:
     words: list[str]
     line: int
-    doubt: str = ""
-    """Why it may not be run; empty if it is."""
 
     @property
     def is_training(self) -> bool:
@@ -52,7 +50,7 @@ class Script:
     files: dict[str, str | None] = field(default_factory=dict)
     """Path -> text of files that the script writes; None: a program writes it, or changes it."""
     unread: list[tuple[int, str]] = field(default_factory=list)
-    """(line, what) that could matter and was not read or run."""
+    """(line, what) that could matter and was not run."""
 
     @property
     def sbatch(self) -> dict[str, str]:
@@ -70,7 +68,7 @@ def run_script(path: Path, text: str, given: Mapping[str, str]) -> Script:
     """Run it under bash with stubs. RecipeError where there is no bash."""
     bash, mkdir = shutil.which("bash"), shutil.which("mkdir")
     if bash is None or mkdir is None:
-        remedy = "install bash, or read the script without running it: --no-execute"
+        remedy = "install bash, or give the flags themselves: bloomery import megatron -- FLAGS"
         raise RecipeError(Problem("there is no bash here", "a script is run under bash", remedy, str(path)))
     script = Script(text)
     with tempfile.TemporaryDirectory(prefix="bloomery-import-") as folder:
