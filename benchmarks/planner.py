@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from bloomery.plan.constants import Constants, constants
-from bloomery.plan.hardware import DEVICES
+from bloomery.plan.hardware import shipped
 from bloomery.plan.memory import memory, stage_memory
 from bloomery.plan.search import preference
 from bloomery.plan.setup import ATTENTION, RECOMPUTE, Setup
@@ -62,7 +62,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def is_complete(row: Row) -> bool:
     is_graded = row["quality"] in ("A", "B") and all(row.get(name) for name in _NEEDED)
-    return is_graded and row["recompute"] in RECOMPUTE and device_of(row) in DEVICES
+    return is_graded and row["recompute"] in RECOMPUTE and device_of(row) in shipped().devices
 
 
 def device_of(row: Row) -> str:
@@ -86,7 +86,7 @@ def _zero_stage(text: str) -> int:
 def setup_of(row: Row) -> dict[str, Any]:
     """The configuration of a row: no measured column is read."""
     number = {name: float(row[name]) for name in _NUMBERS}
-    device = DEVICES[device_of(row)]
+    device = shipped().devices[device_of(row)]
     heads = float(row["heads"] or number["hidden"] / 128)
     head_dim = number["hidden"] / heads
     node, nic, link = next(

@@ -27,16 +27,7 @@ from bloomery.plan.calibrate import entry, store, trainings
 from bloomery.plan.candidates import COLUMNS, Grid, setup_of
 from bloomery.plan.constants import fitted
 from bloomery.plan.forecast import PARTS, Assumptions, forecast, write_minutes
-from bloomery.plan.hardware import (
-    DEVICES,
-    NETWORKS,
-    STORAGE,
-    Catalogue,
-    Machine,
-    here,
-    managed_lustre,
-    read_catalogue,
-)
+from bloomery.plan.hardware import Machine, here, read_catalogue, shipped
 from bloomery.plan.memory import memory
 from bloomery.plan.score import stored_plan
 from bloomery.plan.search import Ranking, layout_name, preference, with_layout
@@ -50,7 +41,7 @@ from monitor_samples import step_record
 
 Command = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[1]
-A100 = Machine.of(Catalogue(), "a100-80g", None, 8)
+A100 = Machine.of(shipped(), "a100-80g", None, 8)
 BIG = ["batch.rampup=null"]
 
 
@@ -212,7 +203,7 @@ def test_parts_add_up_and_the_safe_figure_is_larger(command: Command) -> None:
     assert sum(facts["step_share"].values()) == pytest.approx(1)
     assert sum(facts["training"]["days_by_part"].values()) == pytest.approx(facts["training"]["days"])
     assert facts["step"]["mfu"] < facts["step"]["hfu"] < 1
-    assert [row["storage"] for row in facts["storage"]] == list(STORAGE)
+    assert [row["storage"] for row in facts["storage"]] == list(shipped().storage)
     assert len(facts["largest_costs"]) == 3
     assert (facts["training"]["assumed"]["grid"], facts["training"]["assumed"]["grams_per_kwh"]) == ("FRA", 56)
 
@@ -224,9 +215,9 @@ def seconds(base: Recipe, machine: Machine) -> float:
 def test_a_step_is_longer_with_less_of_everything() -> None:
     base = recipe("bloom-176b")
     fitted_time = seconds(base, A100)
-    slow = Machine.of(Catalogue(), "a100-80g", "ethernet-25g", 8)
+    slow = Machine.of(shipped(), "a100-80g", "ethernet-25g", 8)
     assert seconds(base, slow) > fitted_time
-    assert seconds(base, Machine.of(Catalogue(), "h100", None, 8)) < fitted_time
+    assert seconds(base, Machine.of(shipped(), "h100", None, 8)) < fitted_time
     no_recompute = setup_of(base, A100, recompute=0)
     assert float(step_time(no_recompute, fitted()).total) < fitted_time
     assert memory(no_recompute, fitted()).expected > memory(setup_of(base, A100), fitted()).expected
@@ -236,12 +227,12 @@ def test_a_step_is_longer_with_less_of_everything() -> None:
 
 
 def test_every_device_has_a_peak_a_network_and_a_source() -> None:
-    for name, device in DEVICES.items():
+    for name, device in shipped().devices.items():
         assert device.peak("bf16") > 1e11, name
-        assert device.network in NETWORKS
+        assert device.network in shipped().networks
         assert device.source
-    assert DEVICES["h100"].peak("fp8") == 1979e12
-    assert DEVICES["a100-80g"].peak("fp8") == 312e12, "it has no 8-bit units, so it computes in 16"
+    assert shipped().devices["h100"].peak("fp8") == 1979e12
+    assert shipped().devices["a100-80g"].peak("fp8") == 312e12, "it has no 8-bit units, so it computes in 16"
 
 
 def test_the_users_own_hardware_is_known_by_its_name(tmp_path: Path, command: Command) -> None:
@@ -264,7 +255,7 @@ def test_the_users_own_hardware_is_known_by_its_name(tmp_path: Path, command: Co
         ("devices: {mine: {memory_gib: 1}}", "mine is no whole entry"),
         ("devices: {mine: {like: h1000}}", "did you mean h100?"),
         ("networks: {mine: {gb_per_s: 1, colour: red}}", "mine is no whole entry"),
-        ("a: [", "this is no YAML"),
+        ("a: [", "not valid YAML"),
     ],
 )
 def test_a_broken_hardware_file_is_explained(tmp_path: Path, text: str, said: str) -> None:
@@ -276,10 +267,9 @@ def test_a_broken_hardware_file_is_explained(tmp_path: Path, text: str, said: st
 
 def test_write_times_are_in_honest_units() -> None:
     """The seeds' table divides TiB * 1024 by GB/s and prints 2.04, 0.61, 0.31 and 0.15 minutes for 2.3 TiB."""
-    assert [round(tier.gb_per_s, 1) for tier in STORAGE.values()] == [19.2, 64, 128, 256]
-    minutes = [write_minutes(2.3 * 2**40, tier) for tier in STORAGE.values()]
+    assert [round(tier.gb_per_s, 1) for tier in shipped().storage.values()] == [19.2, 64, 128, 256]
+    minutes = [write_minutes(2.3 * 2**40, tier) for tier in shipped().storage.values()]
     assert [round(value, 2) for value in minutes] == [2.2, 0.66, 0.33, 0.16]
-    assert managed_lustre(480, 40).gb_per_s == 19.2
 
 
 # ---------------------------------------------------------------- search
@@ -435,9 +425,9 @@ def test_pictures_are_one_page_with_all_of_them(tmp_path: Path, command: Command
 def test_calibration_finds_the_constants_that_explain_what_was_measured(tmp_path: Path) -> None:
     """Measurements made by a planner with other constants: the fit must find the way back from the shipped ones."""
     true = fitted().but({"speed": 0.8, "gemm": 0.7, "flash": 0.6, "kept": 1.1})
-    device = DEVICES["h200"]
+    device = shipped().devices["h200"]
     base = recipe("gpt-1.3b", "precision=bf16")
-    setup = setup_of(base, Machine("h200", device, "none", NETWORKS["infiniband-ndr"], 8))
+    setup = setup_of(base, Machine("h200", device, "none", shipped().networks["infiniband-ndr"], 8))
     gemm = [
         {
             "m": m,
@@ -462,7 +452,9 @@ def test_calibration_finds_the_constants_that_explain_what_was_measured(tmp_path
     }
     trials = []
     for words in trainings(measured):
-        there = setup_of(recipe("gpt-1.3b", *words), Machine("h200", device, "none", NETWORKS["infiniband-ndr"], 8))
+        there = setup_of(
+            recipe("gpt-1.3b", *words), Machine("h200", device, "none", shipped().networks["infiniband-ndr"], 8)
+        )
         step, used = float(step_time(there, true).total), int(memory(there, true).seen("NVIDIA H200"))
         trials.append(Trial(words, "ok", step, 1.0, 1.0, used))
     found, explained = entry(measured, [*trials, Trial([], "out of memory")], [])
@@ -474,11 +466,14 @@ def test_calibration_finds_the_constants_that_explain_what_was_measured(tmp_path
     device = read_catalogue(tmp_path / "ours.yaml").devices[here()]
     assert device.memory_gib == 140
     larger = recipe("gpt-1.3b")
-    there = setup_of(larger, Machine.of(Catalogue({here(): device}), here(), None, 1))
+    there = setup_of(larger, Machine.of(read_catalogue(tmp_path / "ours.yaml"), here(), None, 1))
     assert float(step_time(there, fitted().on(device)).total) == pytest.approx(
         float(
             step_time(
-                setup_of(larger, Machine("h200", DEVICES["h200"], "none", NETWORKS["infiniband-ndr"], 8)), true
+                setup_of(
+                    larger, Machine("h200", shipped().devices["h200"], "none", shipped().networks["infiniband-ndr"], 8)
+                ),
+                true,
             ).total
         ),
         rel=0.03,
@@ -546,5 +541,5 @@ def test_the_constants_are_few_and_physical() -> None:
 
 
 def test_an_answer_needs_no_command_line() -> None:
-    question = Question(recipe("gpt-1.3b"), A100, Catalogue(), fitted(), None)
+    question = Question(recipe("gpt-1.3b"), A100, shipped(), fitted(), None)
     assert answer(question).facts["name"] == "gpt-1.3b"

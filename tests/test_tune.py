@@ -11,7 +11,7 @@ import yaml
 
 from bloomery.config.load import load_recipe
 from bloomery.plan.constants import fitted
-from bloomery.plan.hardware import Catalogue, Machine
+from bloomery.plan.hardware import Machine, shipped
 from bloomery.plan.trials import Bench, Trial
 from bloomery.plan.tune import Candidate, Search, candidates
 from conftest import Workshop
@@ -55,7 +55,7 @@ def test_a_recipe_that_cannot_train_is_explained(workshop: Workshop, command: Co
 
 
 def test_candidates_are_legal_and_differ_from_the_recipe_only_in_their_words() -> None:
-    machine = Machine.of(Catalogue(), "h200", None, 1)
+    machine = Machine.of(shipped(), "h200", None, 1)
     fields = {"precision": ["bf16", "fp8"], "batch.micro_batch_size": ["8", "16"]}
     found = {each.words: each for each in candidates("gpt-1.3b", [], fields, machine, fitted())}
     assert len(found) == 2 * 2 * 4

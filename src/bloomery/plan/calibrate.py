@@ -16,7 +16,7 @@ from bloomery.base.storage import make_folder, write_atomically
 from bloomery.config.load import load_recipe
 from bloomery.plan.candidates import setup_of
 from bloomery.plan.constants import Constants, fitted
-from bloomery.plan.hardware import DEVICES, Catalogue, Device, Machine, here
+from bloomery.plan.hardware import Device, Machine, here, shipped
 from bloomery.plan.memory import memory
 from bloomery.plan.setup import Column, Setup
 from bloomery.plan.step_time import attention_seconds, gemm_seconds, step_time
@@ -61,7 +61,7 @@ def entry(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Of a hardware file: the device as it was measured; and how well its constants explain each training."""
     device = _unfitted(measured)
-    machine = Machine.of(Catalogue({"here": device}), "here", None, device.node)
+    machine = Machine("here", device, device.network, shipped().networks[device.network], device.node)
     start = fitted().on(device)
     done = [(trial, trial.step_seconds, trial.peak_memory_bytes) for trial in trials]
     steps = [
@@ -124,7 +124,7 @@ def _attention(setup: Setup, pace: Constants) -> Column:
 def _unfitted(measured: Mapping[str, Any]) -> Device:
     """As its data sheet says, or, of a device that no table has, as it was measured."""
     name, copied, gemm = measured["device"], measured["copy_bytes_per_s"] / 1e9, measured["gemm"]
-    found = next((each for each in DEVICES.values() if each.torch_name == name), None)
+    found = next((each for each in shipped().devices.values() if each.torch_name == name), None)
     own: dict[str, Any] = {
         "source": f"measured {time.strftime('%Y-%m-%d')}, torch {measured['torch']}",
         "node": measured["devices"],
@@ -137,7 +137,7 @@ def _unfitted(measured: Mapping[str, Any]) -> Device:
         own["memory_gib"] = round(measured["memory_bytes"] / 2**30, 2)
     if measured["link_bytes_per_s"]:
         own["link_gb_per_s"] = round(measured["link_bytes_per_s"] / 1e9, 1)
-    device = replace(found or DEVICES["cpu"], **own)
+    device = replace(found or shipped().devices["cpu"], **own)
     return replace(device, measured={"memory": copied / device.memory_gb_per_s})
 
 

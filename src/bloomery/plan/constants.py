@@ -1,6 +1,6 @@
 """The constants of the models of time and memory. constants.json has each by its name: what it means, where a fit
-begins, what benchmarks/fit_planner.py has fitted to published runs, and `ours` where `bloomery train` differs from their
-stacks, by 16 short trainings on H200s: 2 to 24 layers of 1024 to 4096, micro-batches of 2 to 32, each way to recompute,
+begins, what benchmarks/fit_planner.py has fitted to published runs, and `ours` where `bloomery train` differs from
+those, by 16 short trainings on H200s: 2 to 24 layers of 1024 to 4096, micro-batches of 2 to 32, each way to recompute,
 bf16 and fp8, ALiBi (docs/plan.md). What `bloomery calibrate` has measured on a machine replaces both."""
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 from bloomery.config.recipe import Recipe
 from bloomery.plan.candidates import setup_of
 from bloomery.plan.constants import Constants
-from bloomery.plan.hardware import Catalogue, Machine, Storage
+from bloomery.plan.hardware import Bandwidth, Catalogue, Machine
 from bloomery.plan.setup import Column
 from bloomery.plan.step_time import step_time
 from bloomery.sizing.flops import FlopCount, flops_per_token, hardware_count
@@ -174,7 +174,7 @@ def speed_facts(recipe: Recipe, machine: Machine, step_seconds: float) -> dict[s
     }
 
 
-def write_minutes(size_bytes: float, storage: Storage) -> float:
+def write_minutes(size_bytes: float, storage: Bandwidth) -> float:
     return size_bytes / 1e9 / storage.gb_per_s / 60
 
 
