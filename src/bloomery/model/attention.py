@@ -9,6 +9,7 @@ dropout a materialised bias is the only way: a step of a 6-layer BLOOM takes 107
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, cast
@@ -150,6 +151,7 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.dropout = dropout
         self.recompute = False
+        _try_fastest_first()
 
     def forward(self, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, context: AttentionContext) -> Tensor:
         dropout = self.dropout if self.training else 0.0
@@ -255,7 +257,13 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, dropout: f
         bias = bias.to(q.dtype).expand(-1, -1, q.shape[2], -1)
     options: dict[str, Any] = {"attn_mask": bias, "is_causal": context.causal and context.kernel == "sdpa"}
     options |= {"dropout_p": dropout, "enable_gqa": q.shape[1] != k.shape[1]}
-    if q.device.type != "cuda":
-        return F.scaled_dot_product_attention(q, k, v, **options)
-    with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
-        return F.scaled_dot_product_attention(q, k, v, **options)
+    return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+@cache
+def _try_fastest_first() -> AbstractContextManager[None]:
+    """In this process, from now on. Entered inside a compiled model, it would keep that out of AOTAutograd's cache."""
+    order = sdpa_kernel(_FASTEST_FIRST, set_priority=True)
+    if torch.version.cuda or torch.version.hip:
+        order.__enter__()
+    return order  # kept by the cache: it restores torch's own order when it is deleted

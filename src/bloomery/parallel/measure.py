@@ -25,7 +25,7 @@ from bloomery.base.accelerator import (
     synchronize,
 )
 from bloomery.base.ranks import started_as
-from bloomery.model.attention import AttentionContext, attend
+from bloomery.model.attention import AttentionContext, AttentionCore
 from bloomery.model.linear import FORWARD, _scaled_product
 from bloomery.parallel.links import received_bytes_per_second
 from bloomery.parallel.ranks import joined
@@ -90,13 +90,13 @@ def _products(device: torch.device, shapes: Sequence[tuple[int, int]], dtype: to
 
 
 def _attention(device: torch.device, heads: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    context = AttentionContext("sdpa", causal=True)
+    core, context = AttentionCore(dropout=0.0), AttentionContext("sdpa", causal=True)
     for samples, count, seq, width in heads:
         shape = (samples, seq, count, width)  # as the model has them; the kernel reads heads first
         q, k, v = (torch.randn(shape, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3))
 
         def both(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
-            out = attend(q, k, v, context)
+            out = core(q, k, v, context)
             torch.autograd.grad(out, (q, k, v), out.detach())
 
         yield {"samples": samples, "heads": count, "seq": seq, "width": width, "seconds": _seconds(device, both)}
