@@ -16,10 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from bloomery.launch.scale import short_training
 from bloomery.monitor import names
 from bloomery.monitor.history import readable_lines
-from bloomery.plan.trials import random_data
+from bloomery.plan.trials import random_data, short_training
 
 
 def main() -> None:

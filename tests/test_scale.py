@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from bloomery.base.storage import remove_tree
 from bloomery.cli.main import main
 from conftest import Workshop
 
 
 def test_two_nodes_against_one_and_two_results_in_one_picture(
-    workshop: Workshop, capfd: pytest.CaptureFixture[str]
+    workshop: Workshop, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    starts = list[int]()
+
+    def note_and_remove(run: Path) -> None:
+        starts.extend(start["ranks"] for start in (workshop.events(run, "start") if run.exists() else ()))
+        remove_tree(run)
+
+    monkeypatch.setattr("bloomery.plan.trials.remove_tree", note_and_remove)
     words = ["scale", str(workshop.recipe), "--steps", "6"]
     assert main([*words, "--nodes", "1,2", "--json"]) == 0
     facts = json.loads(capfd.readouterr().out)
@@ -20,9 +29,8 @@ def test_two_nodes_against_one_and_two_results_in_one_picture(
     assert (one["nodes"], one["efficiency"], one["global_batch"]) == (1, 1.0, 8)
     assert (two["nodes"], two["global_batch"]) == (2, 16)
     assert two["efficiency"] == two["tokens_per_second"] / 2 / one["tokens_per_second"]
-    starts = [workshop.events(folder / f"nodes-{nodes}", "start")[0]["ranks"] for nodes in (1, 2)]
     assert starts == [1, 2]
-    assert not list(folder.glob("nodes-*/checkpoints"))
+    assert not (folder / "trial").exists()
     assert json.loads((folder / "scale.json").read_text())["points"] == facts["points"]
     other = ["--output", "ethernet", "--strong", "--nodes", "1"]
     assert main([*words, *other, "--compare", str(folder / "scale.json")]) == 0
@@ -40,3 +48,5 @@ def test_a_result_that_is_none(workshop: Workshop, capfd: pytest.CaptureFixture[
     assert main(["scale", str(workshop.recipe), "--nodes", "1", "--steps", "2", "--compare", "other.json"]) == 3
     assert "other.json is no result of a scaling experiment" in capfd.readouterr().err
     assert not (workshop.folder / "runs").exists(), "found out before anything is trained"
+    assert main(["scale", str(workshop.recipe), "data.train=[{path: nothing}]", "--nodes", "1"]) == 3
+    assert "--nodes 1: its training has no steps to measure" in capfd.readouterr().err

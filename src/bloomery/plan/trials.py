@@ -20,7 +20,6 @@ import numpy as np
 from bloomery.base import exit_codes, signals
 from bloomery.base.storage import make_folder, remove_tree
 from bloomery.data.shards import ShardWriter
-from bloomery.launch.scale import short_training
 from bloomery.monitor import names
 from bloomery.monitor.history import readable_lines
 
@@ -62,6 +61,11 @@ class Bench:
     """Another one: trials are jobs of `bloomery launch`, and train to their end."""
     limit_seconds: float = 900.0
 
+    @property
+    def output(self) -> Path:
+        """What the newest trial printed."""
+        return self.folder / "stderr.txt"
+
     def run(self, words: Sequence[str], is_loser: Callable[[float], bool] = lambda _: False) -> Trial:
         """`is_loser`: of tokens per second; one is ended as soon as it is seen to be slow."""
         run = self.folder / "trial"
@@ -73,7 +77,7 @@ class Bench:
         device = ["--device", self.device] if self.device and self.on == "local" else []
         command = [*start, self.recipe, *self.words, *words, *short, "--run-dir", str(run), *device]
         began = time.monotonic()
-        with open(self.folder / "stderr.txt", "w+") as said:
+        with open(self.output, "w+") as said:
             job = subprocess.Popen(
                 [sys.executable, "-m", "bloomery", *command],
                 stdout=said,
@@ -112,6 +116,16 @@ class Bench:
         if (code := job.poll()) == -signal.SIGKILL:  # by the kernel: the host's memory was full
             return "out of memory"
         return "ok" if code == exit_codes.OK else "failed"
+
+
+def short_training(steps: int) -> list[str]:
+    """Overrides for a training of so many steps whose only checkpoint is its last."""
+    return [
+        *("launch.array=1", "batch.rampup=null", f"train.for={steps} steps", "train.exit_after=null"),
+        *("train.evaluate=null", "data.validation={}", "data.test={}"),
+        *("lr.schedule=constant", "lr.warmup=0 steps", "lr.decay=null", "lr.min=0", "lr.cooldown=null"),
+        *(f"checkpoint={{phases: [{{every: {10 * steps} steps}}]}}", "monitor.tensorboard=false"),
+    ]
 
 
 def torch_name(device: str | None) -> str:
