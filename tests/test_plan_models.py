@@ -22,7 +22,7 @@ from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.families import registry
 from bloomery.plan.answer import Question, answer
-from bloomery.plan.calculators import Shape, activation_bytes, days, state_bytes, tflops
+from bloomery.plan.calculators import activation_bytes, days, gpt, state_bytes, tflops
 from bloomery.plan.calibrate import entry, store, trainings
 from bloomery.plan.candidates import COLUMNS, Grid, setup_of
 from bloomery.plan.constants import fitted
@@ -65,15 +65,15 @@ def recipe(name: str, *overrides: str) -> Recipe:
 def test_activations_equal_the_published_figure(
     layers: int, hidden: int, heads: int, micro_batch: int, pp: int, chunks: int, without: float, with_both: float
 ) -> None:
-    shape = Shape(layers, hidden, vocab=51200, seq=2048)
-    given = {"heads": heads, "micro_batch": micro_batch, "tp": 8, "pp": pp, "chunks": chunks}
+    shape = gpt(layers=layers, hidden=hidden, vocab=51200, seq=2048, heads=heads)
+    given = {"micro_batch": micro_batch, "tp": 8, "pp": pp, "chunks": chunks}
     plain = activation_bytes(shape, **given, recompute="none", sequence_parallel=False)
     small = activation_bytes(shape, **given, recompute="selective", sequence_parallel=True)
     assert (round(plain / 2**30, 2), round(small / 2**30, 2)) == (without, with_both)
 
 
 def test_tflops_equal_the_log_line_of_bloom() -> None:
-    shape = Shape(70, 14336, 250880, 2048)
+    shape = gpt(layers=70, hidden=14336, vocab=250880, seq=2048)
     found = tflops(shape, global_batch=2048, gpus=384, step_seconds=105.22, recompute="full")
     assert round(found["megatron"], 2) == 149.02
     assert found["hardware"] == pytest.approx(found["megatron"])

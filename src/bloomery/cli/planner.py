@@ -17,7 +17,6 @@ from bloomery.cli.arguments import (
     add_device,
     add_json,
     add_recipe_arguments,
-    as_text,
     load,
     positive,
     show,
@@ -60,9 +59,9 @@ def add_arguments_tflops(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tflops(args: argparse.Namespace) -> int:
-    from bloomery.plan.calculators import Shape, tflops
+    from bloomery.plan.calculators import gpt, tflops
 
-    shape = Shape(args.layers, args.hidden, args.vocab, args.seq)
+    shape = gpt(layers=args.layers, hidden=args.hidden, vocab=args.vocab, seq=args.seq)
     measured = {"global_batch": args.global_batch, "gpus": args.gpus, "step_seconds": args.step_seconds}
     return show(args, {"tflops_per_gpu": tflops(shape, **measured, recompute=args.recompute)})
 
@@ -95,20 +94,14 @@ def add_arguments_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def run_memory(args: argparse.Namespace) -> int:
-    from bloomery.plan.calculators import Shape, activation_bytes, state_bytes
+    from bloomery.plan.calculators import activation_bytes, gpt, state_bytes
 
     facts: dict[str, Any] = {}
     if args.layers and args.hidden and args.seq:
-        facts["activation_bytes"] = round(
-            activation_bytes(
-                Shape(args.layers, args.hidden, args.vocab or 0, args.seq),
-                **{name: getattr(args, name) for name in ("heads", "micro_batch", "tp", "pp", "chunks")},
-                recompute=args.recompute,
-                sequence_parallel=args.sequence_parallel,
-            )
-        )
-    facts["schemes"] = state_bytes(args.params, args.gpus)
-    return show(args, facts, as_text)
+        shape = gpt(layers=args.layers, hidden=args.hidden, vocab=args.vocab or 1, seq=args.seq, heads=args.heads)
+        names = ("micro_batch", "tp", "pp", "chunks", "recompute", "sequence_parallel")
+        facts["activation_bytes"] = round(activation_bytes(shape, **{name: getattr(args, name) for name in names}))
+    return show(args, facts | {"schemes": state_bytes(args.params, args.gpus)})
 
 
 def add_arguments_left(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,50 +9,44 @@ import numpy as np
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.config.load import load_recipe
-from bloomery.config.recipe import Recompute
+from bloomery.config.recipe import ModelSection, Recompute
+from bloomery.families.registry import family_defaults
 from bloomery.monitor import names
 from bloomery.monitor.gather import Gathered
 from bloomery.plan.constants import constants
 from bloomery.plan.memory import activation_bytes_per_layer
 from bloomery.plan.setup import RECOMPUTE, Setup
+from bloomery.sizing.flops import (
+    MEGATRON_FLOPS,
+    FlopCount,
+    flops_per_token,
+    hardware_count,
+    megatron_flops_per_token,
+)
+from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.schedule import TrainingPlan
 
 _DAY = 86400
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Of a GPT: MLPs of 4h and two matrices, as many key as query heads."""
-
-    layers: int
-    hidden: int
-    vocab: int
-    """Padded."""
-    seq: int
+def gpt(*, layers: int, hidden: int, vocab: int, seq: int, heads: int = 1) -> ModelSection:
+    """Of MLPs of 4h and two matrices, as many key as query heads, and a vocabulary that is padded already."""
+    shape = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "seq_length": seq}
+    given = {"family": "gpt2", **shape, "vocab_size": vocab, "vocab_multiple": 1}
+    return ModelSection.model_construct(**family_defaults(given) | given)
 
 
 def tflops(
-    shape: Shape, *, global_batch: int, gpus: int, step_seconds: float, recompute: Recompute
+    model: ModelSection, *, global_batch: int, gpus: int, step_seconds: float, recompute: Recompute
 ) -> dict[str, float]:
-    """TFLOP/s of one device, by the name of the definition. `megatron`: of Megatron's own code, whose bracket stays as
-    it is for the full recomputation whatever is recomputed."""
-    layers, h, vocab, s = shape.layers, shape.hidden, shape.vocab, shape.seq
-    per_second = global_batch * s / step_seconds / gpus / 1e12
-    blocks, head, scores = 12 * layers * h * h, vocab * h, layers * h * s
-    times = 4 if recompute == "full" else 3
-    hardware = {
-        "none": 6 * (blocks + head) + 12 * scores,
-        "selective": 6 * (blocks + head) + 16 * scores,
-        "full": 8 * blocks + 6 * head + 16 * scores,
-    }
+    """TFLOP/s of one device, by the name of the definition."""
     counts = {
-        "megatron": times * 24 * layers * h * h * (1 + s / (6 * h) + vocab / (16 * layers * h)),
-        "model_full": 6 * (blocks + head) + 12 * scores,
-        "model_causal": 6 * (blocks + head) + 6 * scores,
-        "hardware": hardware[recompute],
-        "six_n": 6 * (blocks + head),
-        "eight_n": 8 * (blocks + head),
+        MEGATRON_FLOPS: megatron_flops_per_token(model, recompute),
+        "hardware": flops_per_token(model, hardware_count(recompute)),
+        **{str(each): flops_per_token(model, each) for each in FlopCount if not each.startswith("hardware")},
+        "eight_n": 8 * count_parameters(model).total,
     }
+    per_second = global_batch * model.seq_length / step_seconds / gpus / 1e12
     return {name: per_second * count for name, count in counts.items()}
 
 
@@ -86,9 +79,8 @@ def state_bytes(params: float, ranks: int) -> list[dict[str, Any]]:
 
 
 def activation_bytes(
-    shape: Shape,
+    model: ModelSection,
     *,
-    heads: int,
     micro_batch: int,
     tp: int,
     pp: int,
@@ -98,16 +90,16 @@ def activation_bytes(
 ) -> float:
     """Of the first pipeline stage of a GPT with unfused attention (Korthikanti et al. 2022): what it keeps in 16 bit
     for the backward passes of all micro-batches in flight."""
+    h, layers = model.hidden_size, model.num_layers
     unused = dict.fromkeys(Setup.__dataclass_fields__, 0)
     setup = Setup.of(
         **unused
-        | {"layers": shape.layers, "hidden": shape.hidden, "ffn": 4 * shape.hidden, "seq": shape.seq, "heads": heads}
-        | {"micro_batch": micro_batch, "tp": tp, "pp": pp, "chunks": chunks, "cp": 1, "dp": 1}
-        | {"sequence_parallel": sequence_parallel}
+        | {"hidden": h, "ffn": 4 * h, "seq": model.seq_length, "heads": model.num_heads, "micro_batch": micro_batch}
+        | {"tp": tp, "cp": 1, "sequence_parallel": sequence_parallel}
     )
     layer = activation_bytes_per_layer(setup, np.asarray(float(RECOMPUTE.index(recompute))), constants("start"))
     extra = (pp - 1) / (pp * chunks) if chunks > 1 else 0.0  # micro-batches in flight times layers of a stage
-    return float(layer) * shape.layers * (1 + extra)
+    return float(layer) * layers * (1 + extra)
 
 
 def left(run: Path) -> dict[str, Any]:
