@@ -13,7 +13,7 @@ from bloomery.base import exit_codes, signals
 from bloomery.base.errors import Problem, RecipeError, StorageError
 from bloomery.cli.arguments import add_recipe_arguments, done_samples, load, run_folder, whole_number
 from bloomery.config.recipe import Recipe
-from bloomery.launch import azureml, cron, here, hosts, slurm, stages
+from bloomery.launch import azureml, cron, here, hosts, slurm
 from bloomery.launch.follow import LogTail
 from bloomery.launch.job import Job, training_job, write_recipe
 from bloomery.launch.restart import judge
@@ -105,18 +105,18 @@ def _on_hosts(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:
 
 def _on_slurm(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:
     steps = args.steps or ["train"]
-    planned = [(step, *stages.stage_job(job, step, args.array)) for step in steps if step != "train"]
+    planned = [(step, *slurm.stage_job(job, step, args.array)) for step in steps if step != "train"]
     if args.dry_run:
-        texts = [text for step, each, shares in planned for text in stages.scripts(each, step, shares)]
+        texts = [text for step, each, shares in planned for text in slurm.stage_scripts(each, step, shares)]
         return _print("\n".join([*texts, slurm.script(job)] if "train" in steps else texts))
     _refuse_second(job)
     write_recipe(job, recipe)
     job_id = ""
     for step, each, shares in planned:
-        job_id = stages.submit(each, step, shares, job_id)
+        job_id = slurm.submit_stage(each, step, shares, job_id)
         print(f"submitted Slurm job {job_id}, which completes {step}; logs are in {job.folder}/logs/{step}", flush=True)
     if "train" in steps:
-        job_id = slurm.submit(job.write("job.sh", slurm.script(job)), job, *stages.dependency(job_id))
+        job_id = slurm.submit(job.write("job.sh", slurm.script(job)), job, *slurm.dependency(job_id))
         remember_job(job.folder, on="slurm", job_id=job_id)
         print(f"submitted Slurm job {job_id}; logs are in {job.folder}/logs", flush=True)
     return _follow(job, job_id) if args.follow else exit_codes.OK

@@ -37,26 +37,13 @@ def install(job: Job, name: str, every: Duration, sync_target: str | None) -> st
 def _script(job: Job, folder: Path, name: str, every: Duration, bloomery: list[str]) -> str:
     small = {"nodes": 1, "gpus_per_node": 1, "gres": None, "time_limit": None, "mem": None, "cpus_per_task": None}
     one = Job(f"{job.name}-{name}", job.folder, job.section.model_copy(update={**small, "extra_lines": []}), [])
-    here = shlex.quote(str(folder))
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *slurm.directives(one, {"output": slurm.log_file(job, f"cron-{name}")}),
-            "# No `set -e`: a script that fails keeps neither the others nor the next job from running.",
-            f"cd {shlex.quote(str(job.directory))}",
-            *one.exports(),
-            *one.section.setup,
-            f"next=$(sbatch --parsable --dependency=singleton --begin=now+{max(1, round(every.seconds))} {here}/job)",
-            f'echo "$next" > {here}/{_ID}',
-            f"for each in {here}/*.sh; do",
-            '  echo "[$(date -u +%FT%TZ)] $each"',
-            '  bash "$each"',
-            "done",
-            f'{shlex.join([*bloomery, "watch", str(job.folder), "--json"])} | grep -q \'"state": "finished"\' && '
-            'scancel "$next"',
-            "exit 0",
-            "",
-        ]
+    return one.script(
+        "cron",
+        directives="\n".join(slurm.directives(one, {"output": slurm.log_file(job, f"cron-{name}")})),
+        here=shlex.quote(str(folder)),
+        seconds=max(1, round(every.seconds)),
+        id=_ID,
+        watch=shlex.join([*bloomery, "watch", str(job.folder), "--json"]),
     )
 
 

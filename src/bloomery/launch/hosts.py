@@ -75,20 +75,9 @@ def of(job: Job, lost: Collection[str] = ()) -> list[str]:
 
 def script(job: Job, host: str, node: int, address: str, port: int) -> str:
     """What a host runs in bash: it is examined, together with the others, and then trains."""
-    recipe = str(job.launch_folder / "recipe.yaml")
-    check = [*job.program, "doctor", "--node", "--host", host, recipe, "--run-dir", str(job.folder)]
-    as_rank = "RANK=$NODE_RANK WORLD_SIZE=$NNODES LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_PORT=$((MASTER_PORT + 1))"
     place = {"NODE_RANK": node, "NNODES": job.section.nodes, "MASTER_ADDR": address, "MASTER_PORT": port}
-    return "\n".join(
-        [
-            f"cd {shlex.quote(str(job.directory))} || exit 2",
-            *job.exports(),
-            *(f"export {name}={value}" for name, value in place.items()),
-            *job.section.setup,
-            f"{as_rank} {shlex.join(check)} {job.keep_errors()} &&",
-            f"  {job.command()} {job.keep_errors()}",
-        ]
-    )
+    exports = [f"export {name}={value}" for name, value in place.items()]
+    return job.script("host", *exports, check=shlex.join(job.check("--host", host))).rstrip("\n")
 
 
 class _Connection(threading.Thread):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,26 @@ class Job:
         """What every rank does."""
         return shlex.join([*self.program, *self.words])
 
+    def script(self, name: str, *more: str, **values: object) -> str:
+        """A file of launch/scripts, with the value of each @name@ in it. `more`: lines of set-up besides the usual."""
+        log = shlex.quote(str(self.main_log))
+        known: dict[str, object] = {
+            "directory": shlex.quote(str(self.directory)),
+            "run": shlex.quote(str(self.folder)),
+            "log": log,
+            "setup": "\n".join([*self.exports(), *more, *self.section.setup]),
+            "command": self.command(),
+            # Behind a command: crashes and errors stand in the log of the run too, which has all the rest.
+            "keep_errors": f"2> >(trap '' HUP INT TERM; exec tee -a {log} >&2)",
+        }
+        text = Path(__file__).with_name("scripts").joinpath(f"{name}.sh").read_text()
+        return re.sub(r"@(\w+)@", lambda found: str({**known, **values}[found[1]]), text)
+
+    def check(self, *options: str) -> list[str]:
+        """What examines a node."""
+        recipe = str(self.launch_folder / "recipe.yaml")
+        return [*self.program, "doctor", "--node", *options, recipe, "--run-dir", str(self.folder)]
+
     def exports(self) -> list[str]:
         """Lines of bash; the reason of each variable stands behind it."""
         own = {name: (value, reason) for name, (value, reason) in ENVIRONMENT.items() if name not in self.section.env}
@@ -57,10 +78,6 @@ class Job:
         lines = {f"export {name}={shlex.quote(value)}": reason for name, (value, reason) in (own | theirs).items()}
         width = max(map(len, lines))
         return [f"{line:<{width}}  # {reason}" for line, reason in lines.items()]
-
-    def keep_errors(self) -> str:
-        """Behind a command in bash: crashes and errors stand in the log of the run too, which has all the rest."""
-        return f"2> >(trap '' HUP INT TERM; exec tee -a {shlex.quote(str(self.main_log))} >&2)"
 
     def write(self, name: str, text: str) -> Path:
         """Into the launch folder; the path."""

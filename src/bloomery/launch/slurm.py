@@ -9,11 +9,14 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bloomery.base import exit_codes
 from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.base.storage import own_folder
+from bloomery.config.recipe import StageSection
 from bloomery.launch.doctor import bad_nodes
 from bloomery.launch.job import Job
 from bloomery.launch.restart import Attempt
@@ -36,36 +39,70 @@ _POLL_SECONDS = 1.0
 
 def script(job: Job) -> str:
     """What `sbatch` gets, and a person reads."""
-    section, log = job.section, shlex.quote(str(job.main_log))
-    container = [f"--container-image={section.image}", f"--container-workdir={job.directory}"] if section.image else []
-    container += [f"--container-mounts={','.join(section.mounts)}"] if section.mounts else []
-    after = shlex.join([sys.executable, "-m", "bloomery", "launch", "--after", str(job.folder)])
-    check = [*job.program, "doctor", "--node", str(job.launch_folder / "recipe.yaml"), "--run-dir", str(job.folder)]
-    one_each = shlex.join(["--ntasks-per-node=1", *container, *check])
-    srun = shlex.join(["srun", "--kill-on-bad-exit=1", "--wait=60", *container])
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *directives(job, _of_training(job)),
-            f"# Written by `bloomery launch`. The training is in {job.launch_folder}/recipe.yaml, read at every start.",
-            "",
-            f"cd {shlex.quote(str(job.directory))} || exit 2",
-            *exports(job),
-            *section.setup,
-            "",
-            f'echo "[$(date -u +%FT%TZ)] Slurm job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)), '
-            f'on $SLURM_JOB_NODELIST" | tee -a {log}',
-            f"df -h /dev/shm {shlex.quote(str(job.folder))} >> {log}",
-            "trap 'ended=--ended' TERM  # scancel, or the limit itself: the ranks save, this shell goes on to the end",
-            f'srun --ntasks="$SLURM_NNODES" {one_each} {job.keep_errors()} &&',
-            f"  {srun} {job.command()} {job.keep_errors()}",
-            "code=$?",
-            "# It decides again where scancel, or the limit itself, has interrupted it.",
-            f'while {after} --code "$code" ${{ended:-}}; [ $? = {exit_codes.INTERRUPTED} ]; do :; done',
-            "exit $code  # the job's state is that of the training",
-            "",
-        ]
+    place = [f"--container-workdir={job.directory}"] if job.section.image else []
+    return _script(
+        job,
+        "training",
+        _of_training(job),
+        recipe=job.launch_folder / "recipe.yaml",
+        check=shlex.join(["--ntasks-per-node=1", *_container(job, place), *job.check()]),
+        srun=shlex.join(["srun", "--kill-on-bad-exit=1", "--wait=60", *_container(job, place)]),
+        after=shlex.join([sys.executable, "-m", "bloomery", "launch", "--after", str(job.folder)]),
+        interrupted=exit_codes.INTERRUPTED,
     )
+
+
+def _script(job: Job, name: str, options: Mapping[str, object], **values: object) -> str:
+    cores = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it from sbatch"
+    more = [cores] if job.section.cpus_per_task else []
+    return job.script(name, *more, directives="\n".join(directives(job, options)), **values)
+
+
+def _container(job: Job, more: Sequence[str] = ()) -> list[str]:
+    section = job.section
+    options = [f"--container-image={section.image}", *more] if section.image else []
+    return [*options, *([f"--container-mounts={','.join(section.mounts)}"] if section.mounts else [])]
+
+
+def stage_job(job: Job, step: str, array: int | None) -> tuple[Job, int]:
+    """(the job of one share of a step of the data, how many there are). `array`: instead of that of the recipe."""
+    stage = job.section.stages.get(step, StageSection())  # type: ignore[call-overload]
+    words = [step, str(job.launch_folder / "recipe.yaml")] if step == "prepare" else [step, *stage.arguments]
+    if step != "prepare" and not stage.arguments:
+        rule = f"`bloomery {step}` needs arguments"
+        raise RecipeError(Problem(f"launch.stages.{step}.arguments is missing", rule, f"see `bloomery {step} --help`"))
+    own = {name: value for name in ("partition", "time_limit", "mem") if (value := getattr(stage, name)) is not None}
+    one = {"nodes": 1, "gpus_per_node": 1, "gres": None, "cpus_per_task": stage.cpus_per_task, "array": 1}
+    section = job.section.model_copy(update={**one, **own})
+    return replace(job, name=f"{job.name}-{step}", section=section, words=words), array or stage.array
+
+
+def stage_scripts(job: Job, step: str, shares: int) -> list[str]:
+    """That of the shares, if there are several, and that of the job that completes the step. A share that fails is
+    retried alone: those that depend on it wait, or are cancelled when it fails for good."""
+    complete: dict[str, object] = {"output": log_file(job, f"{step}/complete")}
+    several: dict[str, object] = {"array": f"0-{shares - 1}", "output": log_file(job, f"{step}/%a")}
+    texts = [(complete, "")] if shares == 1 else [(several, f' --unit "$SLURM_ARRAY_TASK_ID/{shares}"'), (complete, "")]
+    values = {
+        "srun": shlex.join(["srun", "--ntasks=1", *_container(job)]),
+        "given_up": shlex.quote(f"see {job.folder}/logs/{step}; what depends on it is cancelled"),
+        "restarts": job.section.restarts,
+        "usage": exit_codes.USAGE,
+    }
+    return [_script(job, "share", options, share=share, **values) for options, share in texts]
+
+
+def submit_stage(job: Job, step: str, shares: int, after: str) -> str:
+    """The id of the job that completes the step. `after`: a job that must have ended well before it begins."""
+    own_folder(job.folder / "logs" / step, parents=True, may_be_linked=True)
+    texts = stage_scripts(job, step, shares)
+    for name, text in zip((f"{step}-shares.sh", f"{step}.sh")[-len(texts) :], texts, strict=True):
+        after = submit(job.write(name, text), job, *dependency(after))
+    return after
+
+
+def dependency(after: str) -> Sequence[str]:
+    return [f"--dependency=afterok:{after}"] if after else []
 
 
 def _of_training(job: Job) -> dict[str, object]:
@@ -81,12 +118,6 @@ def _of_training(job: Job) -> dict[str, object]:
 def log_file(job: Job, pattern: str) -> str:
     """Of a job; `%` of the folder's own name is none of Slurm's."""
     return f"{str(job.folder).replace('%', '%%')}/logs/{pattern}.log"
-
-
-def exports(job: Job) -> list[str]:
-    """Lines of bash."""
-    cores = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it from sbatch"
-    return [*job.exports(), *([cores] if job.section.cpus_per_task else [])]
 
 
 def directives(job: Job, more: Mapping[str, object]) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 from bloomery.base.errors import DataError, Problem
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection, Recompute
-from bloomery.families.registry import family_defaults
+from bloomery.families.registry import FAMILIES, family_defaults
 from bloomery.monitor import names
 from bloomery.monitor.gather import Gathered
 from bloomery.plan.constants import constants
@@ -32,7 +32,8 @@ _DAY = 86400
 def gpt(*, layers: int, hidden: int, vocab: int, seq: int, heads: int = 1) -> ModelSection:
     """Of MLPs of 4h and two matrices, as many key as query heads, and a vocabulary that is padded already."""
     shape = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "seq_length": seq}
-    given = {"family": "gpt2", **shape, "vocab_size": vocab, "vocab_multiple": 1}
+    family = next(name for name, each in FAMILIES.items() if each.positions == "learned" and not each.encoder)
+    given = {"family": family, **shape, "vocab_size": vocab, "vocab_multiple": 1}
     return ModelSection.model_construct(**family_defaults(given) | given)
 
 
