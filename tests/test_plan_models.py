@@ -26,12 +26,12 @@ from bloomery.plan.calculators import activation_bytes, days, gpt, state_bytes, 
 from bloomery.plan.calibrate import entry, store, trainings
 from bloomery.plan.candidates import COLUMNS, Grid, setup_of
 from bloomery.plan.constants import fitted
-from bloomery.plan.forecast import PARTS, Assumptions, forecast, write_minutes
+from bloomery.plan.forecast import Assumptions, forecast, write_minutes
 from bloomery.plan.hardware import Machine, here, read_catalogue, shipped
 from bloomery.plan.memory import memory
 from bloomery.plan.score import stored_plan
 from bloomery.plan.search import Ranking, layout_name, preference, with_layout
-from bloomery.plan.step_time import gemm_seconds, step_time
+from bloomery.plan.step_time import PARTS, gemm_seconds, step_time
 from bloomery.plan.trials import Trial
 from bloomery.sizing.check import layout_problems, nothing_done
 from bloomery.sizing.layout import Layout, Place, world_size
@@ -374,7 +374,7 @@ def test_the_ramp_is_slower_and_its_levels_cover_the_training() -> None:
     assert sum(level.steps for level in found.levels) == 311_541
     per_sample = [level.step_seconds / level.global_batch for level in found.levels]
     assert per_sample[0] > 2 * per_sample[-1]
-    assert set(found.costs()) == {*PARTS, "evaluation", "saves", "failures"}
+    assert set(found.costs) == {*PARTS, "evaluation", "saves", "failures"}
 
 
 def test_energy_and_carbon_of_a_published_training() -> None:

@@ -11,7 +11,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.model.transformer import build_model
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import Layout
-from bloomery.sizing.parameters import count_parameters, padded_vocab_size
+from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.schedule import TrainingPlan
 
 PARAMETERS = {
@@ -63,7 +63,7 @@ def test_a_shipped_recipe_is_sound_and_is_the_model_that_gets_built(name: str) -
     samples_at_once = checked.recipe.batch.micro_batch_size * Layout.of(checked.recipe).dp
     assert all(level.global_batch % samples_at_once == 0 for level in plan.batch.levels)
     model = checked.recipe.model
-    assert count_parameters(model, vocab_size=padded_vocab_size(model)).total == PARAMETERS[name]
+    assert count_parameters(model, padded=True).total == PARAMETERS[name]
     assert sum(parameter.numel() for parameter in build_model(model).parameters()) == PARAMETERS[name]
 
 

@@ -15,7 +15,7 @@ def count(family: str, layers: int, hidden: int, heads: int, seq: int, vocab: in
     fields = {"family": family, "num_layers": layers, "hidden_size": hidden, "num_heads": heads}
     fields |= {"seq_length": seq, "vocab_size": vocab, **more}
     model = ModelSection.model_validate(fields | family_defaults(fields))
-    return count_parameters(model, vocab_size=vocab)
+    return count_parameters(model)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from bloomery.base.errors import Problem, RecipeError, StorageError
 from bloomery.cli.arguments import add_recipe_arguments, done_samples, load, run_folder, whole_number
 from bloomery.config.recipe import Recipe
 from bloomery.launch import azureml, cron, here, hosts, slurm
-from bloomery.launch.follow import LogTail
-from bloomery.launch.job import Job, training_job, write_recipe
+from bloomery.launch.job import Job, LogTail, training_job, write_recipe
 from bloomery.launch.restart import judge
 from bloomery.launch.watch import job_of, remember_job
 

@@ -177,7 +177,6 @@ def model_facts(recipe: Recipe) -> dict[str, Any]:
     """The JSON of `inspect model`: a public contract. `parameters` counts the recipe's own vocabulary."""
     model = recipe.model
     count = count_parameters(model)
-    padded = padded_vocab_size(model)
     facts: dict[str, Any] = {
         "name": recipe.name,
         "family": model.family,
@@ -185,8 +184,8 @@ def model_facts(recipe: Recipe) -> dict[str, Any]:
         "parameters_without_embeddings": count.without_embeddings,
         "groups": count.groups,
         "vocab_size": model.vocab_size,
-        "padded_vocab_size": padded,
-        "padded_parameters": count_parameters(model, vocab_size=padded).total,
+        "padded_vocab_size": padded_vocab_size(model),
+        "padded_parameters": count_parameters(model, padded=True).total,
         "flops_per_token": {definition.value: flops_per_token(model, definition) for definition in FlopCount},
     }
     if FAMILIES[model.family].positions == "alibi":

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bloomery.base.errors import DataError, Problem, RecipeError
-from bloomery.base.hub import HUB
 from bloomery.config.recipe import AzuremlSection, Recipe
-from bloomery.launch.job import ENVIRONMENT, Job
+from bloomery.launch.job import ENVIRONMENT, Job, inputs
 
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
 _RUN = "${{outputs.run}}"
@@ -26,7 +24,7 @@ def settings(recipe: Recipe) -> AzuremlSection:
         rule, remedy = "a job there needs a compute cluster, an environment and a durable place", "add `azureml:` to it"
         raise RecipeError(Problem("launch.azureml is missing", rule, remedy))
     problems = []
-    for field, path in _paths(recipe):
+    for field, path in inputs(recipe):
         first, *inside = path.split("/")
         if first not in section.inputs or (not inside and field != "tokenizer.path"):
             rule = "nodes see only the folders of launch.azureml.inputs, mounted in the working directory"
@@ -45,15 +43,6 @@ def warnings(recipe: Recipe) -> list[Problem]:
         return []
     rule = f"{launch.nodes} nodes exchange gradients over Ethernet"
     return [Problem(f"{sku} has no InfiniBand", rule, "use a size with an r behind its number, such as ND96asr_v4")]
-
-
-def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if recipe.tokenizer is not None and not recipe.tokenizer.path.startswith(HUB):
-        yield "tokenizer.path", recipe.tokenizer.path
-    if recipe.data is not None:
-        for place, sources in recipe.data.groups.items():
-            for i, source in enumerate(sources):
-                yield f"{place}.{i}.path", source.path
 
 
 def document(job: Job, section: AzuremlSection) -> dict[str, Any]:

@@ -17,12 +17,11 @@ from typing import Any
 from bloomery import __version__
 from bloomery.base.bounded import read_text
 from bloomery.base.errors import Problem
-from bloomery.base.hub import HUB
 from bloomery.base.units import format_bytes
 from bloomery.config.recipe import Recipe
+from bloomery.launch.job import inputs
 from bloomery.sizing.layout import Layout, ranks_per_node
-from bloomery.sizing.memory import SAVED_BYTES_PER_PARAMETER, stage_facts
-from bloomery.sizing.parameters import count_parameters, padded_vocab_size
+from bloomery.sizing.memory import checkpoint_bytes, stage_facts
 
 FEATURES = {
     "torch.compile on a CPU": ("g++", "apt-get install g++"),
@@ -126,14 +125,14 @@ def node_problems(recipe: Recipe, facts: dict[str, Any]) -> Iterator[Problem]:
 
 def run_problems(recipe: Recipe, facts: dict[str, Any]) -> Iterator[Problem]:
     """What is wrong wherever the training starts."""
-    model = recipe.model
-    saved = SAVED_BYTES_PER_PARAMETER * count_parameters(model, vocab_size=padded_vocab_size(model)).total
+    saved = checkpoint_bytes(recipe.model)
     if facts["free_disk_bytes"] < saved:
         has = format_bytes(facts["free_disk_bytes"])
         yield Problem(f"{has} are free for the run", f"one checkpoint takes {format_bytes(saved)}", "make room")
-    for field, path in _inputs(recipe):
-        if not os.access(path, os.R_OK):
-            what = f"{facts['host']} cannot read {path}"
+    for field, path in inputs(recipe):
+        file = path if field == "tokenizer.path" else f"{path}.bin"
+        if not os.access(file, os.R_OK):
+            what = f"{facts['host']} cannot read {file}"
             yield Problem(what, f"{field} needs it", "mount it there, or correct the path")
 
 
@@ -156,14 +155,6 @@ def slow_storage(facts: dict[str, Any]) -> str:
     speed = facts["write_bytes_per_second"]
     slow = f"{facts['host']} writes only {format_bytes(speed)}/s to the run folder"
     return slow if speed < _SLOW_BYTES_PER_SECOND else ""
-
-
-def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if recipe.tokenizer is not None and not recipe.tokenizer.path.startswith(HUB):
-        yield "tokenizer.path", recipe.tokenizer.path
-    if recipe.data is not None:
-        sources = [source for group in recipe.data.groups.values() for source in group]
-        yield from (("data", f"{source.path}.bin") for source in sources)
 
 
 def _has(need: str) -> bool:

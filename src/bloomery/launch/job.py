@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bloomery.base.hub import HUB
 from bloomery.base.storage import own_folder, write_atomically
 from bloomery.config.load import as_yaml
 from bloomery.config.recipe import LaunchSection, Recipe
@@ -94,6 +95,33 @@ def training_job(recipe: Recipe, folder: Path) -> Job:
     return Job(recipe.name, folder, recipe.launch or LaunchSection(), words)
 
 
+def inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """(field, path) of what a training reads."""
+    if recipe.tokenizer is not None and not recipe.tokenizer.path.startswith(HUB):
+        yield "tokenizer.path", recipe.tokenizer.path
+    for place, sources in recipe.data.groups.items() if recipe.data else ():
+        yield from ((f"{place}.{i}.path", source.path) for i, source in enumerate(sources))
+
+
 def write_recipe(job: Job, recipe: Recipe) -> None:
     job.write("recipe.yaml", as_yaml(recipe))
     own_folder(job.main_log.parent, parents=True, may_be_linked=True)
+
+
+class LogTail:
+    """What another process appends to a log from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._rest = path, b""
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def lines(self) -> list[str]:
+        """Those that are complete since the last call."""
+        if not self._path.exists():
+            return []
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            content = file.read()
+        self._offset += len(content)
+        *whole, self._rest = (self._rest + content).split(b"\n")
+        return [line.decode(errors="replace") for line in whole]

@@ -7,8 +7,9 @@ from math import gcd
 
 from bloomery.base.units import format_bytes, format_count
 from bloomery.config.recipe import Recipe
-from bloomery.plan.forecast import Forecast, checkpoint_bytes
+from bloomery.plan.forecast import Forecast
 from bloomery.sizing.layout import Layout, world_size
+from bloomery.sizing.memory import checkpoint_bytes
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.schedule import BatchPlan, TrainingPlan
 
@@ -33,7 +34,7 @@ _CHANGES = {
 
 def largest_costs(recipe: Recipe, found: Forecast) -> list[str]:
     """The three, and what would change them."""
-    costs = sorted(found.costs().items(), key=lambda cost: -cost[1])[:3]
+    costs = sorted(found.costs.items(), key=lambda cost: -cost[1])[:3]
     total = found.total_seconds
     return [
         f"{name.capitalize()} takes {spent / total:.1%} of the time, {spent / 86400:.3g} days. {_why(recipe, name)}"
@@ -104,21 +105,18 @@ def _ramp(recipe: Recipe, node: int) -> Iterator[str]:
     replica = layout.tp * layout.pp * layout.cp
     levels = [level.global_batch for level in BatchPlan.of(recipe.batch).levels]
     until_end = gcd(*levels) // micro
+    devices = until_end * replica
     yield (
         f"Batch ramp: every level must be a multiple of replicas times micro-batch, so until it ends at most "
-        f"{until_end} replicas, {until_end * replica:,} GPUs ({_nodes(until_end * replica, node)}), have work; "
+        f"{until_end} replicas, {devices:,} GPUs ({-(-devices // node):,} nodes of {node}), have work; "
         f"afterwards up to {levels[-1] // micro:,} replicas, {levels[-1] // micro * replica:,} GPUs, at batch "
         f"{levels[-1]:,}. Well before that, at about {_FEW_SAMPLES:g} samples for each replica, efficiency falls."
     )
 
 
-def _nodes(devices: int, node: int) -> str:
-    return f"{-(-devices // node):,} nodes of {node}"
-
-
 def striping(recipe: Recipe) -> str:
     """How to lay checkpoints on Lustre: one file for each rank."""
-    files, size = world_size(recipe), checkpoint_bytes(recipe)
+    files, size = world_size(recipe), checkpoint_bytes(recipe.model)
     each = format_bytes(size / files)
     stripes = max(1, -(-_OSTS // files))
     reason = (

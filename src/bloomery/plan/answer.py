@@ -10,7 +10,6 @@ from bloomery.plan.advice import advice, largest_costs, warnings
 from bloomery.plan.candidates import setup_of
 from bloomery.plan.constants import Constants
 from bloomery.plan.forecast import (
-    PARTS,
     Assumptions,
     Forecast,
     forecast,
@@ -22,9 +21,9 @@ from bloomery.plan.forecast import (
 from bloomery.plan.hardware import Catalogue, Machine
 from bloomery.plan.memory import stage_memory
 from bloomery.plan.search import Ranking
-from bloomery.plan.step_time import step_time
+from bloomery.plan.step_time import PARTS, step_time
 from bloomery.sizing.layout import Layout, ranks_per_node, world_size
-from bloomery.sizing.memory import SAVED_BYTES_PER_PARAMETER, layout_facts, node_bytes, stage_facts
+from bloomery.sizing.memory import checkpoint_bytes, layout_facts, node_bytes, stage_facts
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 from bloomery.sizing.schedule import kept_checkpoints
 
@@ -85,17 +84,16 @@ def static_facts(recipe: Recipe) -> dict[str, Any]:
     """What follows from the recipe alone, to the byte."""
     model = recipe.model
     layout = Layout.of(recipe)
-    parameters = count_parameters(model, vocab_size=padded_vocab_size(model)).total
     stages = stage_facts(recipe, layout)
     node = node_bytes(recipe, layout)
-    checkpoint = SAVED_BYTES_PER_PARAMETER * parameters
+    checkpoint = checkpoint_bytes(model)
     sizes = {"durable": checkpoint, "local": node["saves"], "upload": checkpoint}
     fullest = max(stage["memory_bytes"]["device"] for stage in stages)
     return {
         "name": recipe.name,
         "family": model.family,
         "parameters": count_parameters(model).total,
-        "padded_parameters": parameters,
+        "padded_parameters": count_parameters(model, padded=True).total,
         "padded_vocab_size": padded_vocab_size(model),
         "ranks_per_node": ranks_per_node(recipe),
         **layout_facts(recipe, layout),

@@ -12,18 +12,16 @@ from bloomery.plan.candidates import setup_of
 from bloomery.plan.constants import Constants
 from bloomery.plan.hardware import Bandwidth, Catalogue, Machine
 from bloomery.plan.setup import Column
-from bloomery.plan.step_time import step_time
+from bloomery.plan.step_time import PARTS, step_time
 from bloomery.sizing.flops import FlopCount, flops_per_token, hardware_count
 from bloomery.sizing.layout import Layout, world_size
-from bloomery.sizing.memory import SAVED_BYTES_PER_PARAMETER
-from bloomery.sizing.parameters import count_parameters, padded_vocab_size
+from bloomery.sizing.memory import checkpoint_bytes
 from bloomery.sizing.schedule import TrainingPlan, seconds_between_failures
 
 _DAY = 86400.0
 _SNAPSHOT_BYTES_PER_S = 20e9
 """To pinned host memory, of one device."""
 _RESTART_SECONDS = 600.0
-PARTS = ("compute", "bubble", "communication", "optimizer", "data")
 
 
 @dataclass(frozen=True)
@@ -68,25 +66,13 @@ class Level:
 @dataclass(frozen=True)
 class Forecast:
     levels: list[Level]
-    split_seconds: dict[str, float]
-    """Of the steps of the whole training, by part."""
-    evaluation_seconds: float
-    save_seconds: float
-    failure_seconds: float
+    costs: dict[str, float]
+    """Seconds of the whole training, by what they go to."""
     failures: float
 
     @property
-    def step_seconds(self) -> float:
-        return sum(self.split_seconds.values())
-
-    @property
     def total_seconds(self) -> float:
-        return self.step_seconds + self.evaluation_seconds + self.save_seconds + self.failure_seconds
-
-    def costs(self) -> dict[str, float]:
-        """Seconds of the whole training, by what they go to."""
-        rest = {"evaluation": self.evaluation_seconds, "saves": self.save_seconds, "failures": self.failure_seconds}
-        return {**self.split_seconds, **rest}
+        return sum(self.costs.values())
 
 
 def forecast(recipe: Recipe, machine: Machine, constants: Constants) -> Forecast:
@@ -99,31 +85,16 @@ def forecast(recipe: Recipe, machine: Machine, constants: Constants) -> Forecast
     seconds = np.broadcast_to(time.total, steps.shape)
     begins = np.concatenate([[0.0], np.cumsum(steps * seconds)])
     rows = zip(levels, steps.tolist(), seconds.tolist(), begins.tolist(), strict=False)
-    split = {part: float((steps * getattr(time, part)).sum()) for part in PARTS}
+    costs = {part: float((steps * getattr(time, part)).sum()) for part in PARTS}
     saves = len({*plan.save_steps(), plan.train_steps})
-    save_seconds = saves * _snapshot_seconds(recipe)
-    evaluation = _evaluation_seconds(recipe, plan, float(seconds[-1]))
-    busy = float((steps * seconds).sum()) + save_seconds + evaluation
+    costs["evaluation"] = _evaluation_seconds(recipe, plan, float(seconds[-1]))
+    # A save stops training for its snapshot; storage is written behind it.
+    costs["saves"] = saves * (checkpoint_bytes(recipe.model) / devices / _SNAPSHOT_BYTES_PER_S)
+    busy = float((steps * seconds).sum()) + costs["saves"] + costs["evaluation"]
     between = seconds_between_failures(recipe.checkpoint.failure_every, num_devices=devices)
-    lost = _RESTART_SECONDS + min(busy / max(1, saves) / 2, between)
-    return Forecast(
-        [Level(level.global_batch, level.first_step, n, took, start) for level, n, took, start in rows],
-        split,
-        evaluation_seconds=evaluation,
-        save_seconds=save_seconds,
-        failure_seconds=busy / between * lost,
-        failures=busy / between,
-    )
-
-
-def checkpoint_bytes(recipe: Recipe) -> int:
-    model = recipe.model
-    return SAVED_BYTES_PER_PARAMETER * count_parameters(model, vocab_size=padded_vocab_size(model)).total
-
-
-def _snapshot_seconds(recipe: Recipe) -> float:
-    """That a save stops training for; storage is written behind it."""
-    return checkpoint_bytes(recipe) / world_size(recipe) / _SNAPSHOT_BYTES_PER_S
+    costs["failures"] = busy / between * (_RESTART_SECONDS + min(busy / max(1, saves) / 2, between))
+    found = [Level(level.global_batch, level.first_step, n, took, start) for level, n, took, start in rows]
+    return Forecast(found, costs, busy / between)
 
 
 def _evaluation_seconds(recipe: Recipe, plan: TrainingPlan, step_seconds: float) -> float:
@@ -144,7 +115,7 @@ def training_facts(recipe: Recipe, machine: Machine, found: Forecast, assumed: A
         "tokens": plan.train_tokens,
         "steps": plan.train_steps,
         "days": seconds / _DAY,
-        "days_by_part": {part: spent / _DAY for part, spent in found.costs().items()},
+        "days_by_part": {part: spent / _DAY for part, spent in found.costs.items()},
         "failures": found.failures,
         "gpu_hours": gpu_hours,
         "usd": gpu_hours * assumed.usd_per_gpu_hour,
@@ -179,7 +150,7 @@ def write_minutes(size_bytes: float, storage: Bandwidth) -> float:
 
 
 def storage_facts(recipe: Recipe, catalogue: Catalogue) -> list[dict[str, Any]]:
-    size = checkpoint_bytes(recipe)
+    size = checkpoint_bytes(recipe.model)
     return [
         {"storage": name, "gb_per_s": tier.gb_per_s, "write_minutes": write_minutes(size, tier), "source": tier.source}
         for name, tier in catalogue.storage.items()

@@ -13,8 +13,9 @@ from bloomery.base.units import format_bytes
 from bloomery.config.recipe import Recipe
 from bloomery.monitor.page import chart_html, page
 from bloomery.plan.answer import Answer
-from bloomery.plan.forecast import PARTS, Forecast
+from bloomery.plan.forecast import Forecast
 from bloomery.plan.search import Ranking
+from bloomery.plan.step_time import PARTS
 from bloomery.sizing.schedule import TrainingPlan
 
 _COLOURS = ("#3b6ea5", "#6a9f58", "#c9822b", "#a5483b", "#7b5ea7", "#4f9a94", "#8a8a8a", "#c2a83e")

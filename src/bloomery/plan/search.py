@@ -16,12 +16,11 @@ from bloomery.plan.constants import Constants
 from bloomery.plan.hardware import Machine
 from bloomery.plan.memory import Memory, memory
 from bloomery.plan.setup import RECOMPUTE, Column
-from bloomery.plan.step_time import StepTime, step_time
+from bloomery.plan.step_time import PARTS, StepTime, step_time
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import layout_overrides, world_size
 
 _GIB = 2.0**30
-_PARTS = ("compute", "bubble", "communication", "optimizer", "data")
 _REASONS = {
     "compute": "more computation (recomputation, or smaller and less efficient matrix products)",
     "bubble": "a larger pipeline bubble: more stages for fewer micro-batches, or an uneven last stage",
@@ -118,12 +117,8 @@ def with_layout(loaded_from: str, overrides: list[str], layout: str, node: int) 
     words = layout_overrides(rest or "single")
     devices = int(words[-1].partition("=")[2])
     nodes = max(1, devices // node)
-    own = [word for word in words if word.startswith("parallel.")]
-    if not re.search(r"recompute", " ".join(own)):
-        own.append("parallel.recompute=none")
-    if not any(word.startswith("parallel.schedule") for word in own):
-        own += ["parallel.schedule=1f1b", "parallel.chunks=1"]
-    own += ["parallel.shard_size=null"] * (not any("shard_size" in word for word in own))
+    unnamed = ("recompute=none", "schedule=1f1b", "chunks=1", "shard_size=null")
+    own = [*(f"parallel.{word}" for word in unnamed), *(word for word in words if word.startswith("parallel."))]
     own += [f"batch.micro_batch_size={micro[1]}"] if micro else []
     own += [f"launch.nodes={nodes}", f"launch.gpus_per_node={devices // nodes}"]
     loaded = load_recipe(loaded_from, [*overrides, *own])
@@ -145,7 +140,7 @@ def why(recipe: Recipe, ranking: Ranking, machine: Machine, constants: Constants
     if mine <= theirs * 1.001:
         return [*says, f"Its step takes {mine:.3g} s: nothing that fits is predicted to be faster."]
     says.append(f"Its step takes {mine:.3g} s, that of the best layout, {name}, {theirs:.3g} s.")
-    gaps = {part: float(getattr(time, part)) - float(getattr(ranking.time, part)[best]) for part in _PARTS}
+    gaps = {part: float(getattr(time, part)) - float(getattr(ranking.time, part)[best]) for part in PARTS}
     for part in sorted(gaps, key=lambda part: -gaps[part]):
         if gaps[part] > 0.02 * (mine - theirs):
             says.append(f"+{gaps[part]:.3g} s: {_REASONS[part]}.")

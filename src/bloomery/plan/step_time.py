@@ -3,7 +3,7 @@ hardware falls short of its data sheet are constants (constants.json); docs/plan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -30,6 +30,9 @@ class StepTime:
     @property
     def total(self) -> Column:
         return self.compute + self.bubble + self.communication + self.optimizer + self.data
+
+
+PARTS = tuple(field.name for field in fields(StepTime))
 
 
 def step_time(setup: Setup, pace: Constants) -> StepTime:

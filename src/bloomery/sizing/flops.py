@@ -37,7 +37,7 @@ def flops_per_token(model: ModelSection, definition: FlopCount) -> int:
     blocks = model.num_layers * matmul_parameters_per_layer(model)
     head = vocab_size * model.hidden_size
     scores = model.num_layers * model.num_heads * model.head_size * model.seq_length
-    parameters = count_parameters(model, vocab_size=vocab_size).total
+    parameters = count_parameters(model, padded=True).total
     return {
         FlopCount.MODEL_FULL: 6 * (blocks + head) + 12 * scores,
         FlopCount.MODEL_CAUSAL: 6 * (blocks + head) + (12 if FAMILIES[model.family].encoder else 6) * scores,

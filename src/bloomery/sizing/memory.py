@@ -9,7 +9,7 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from bloomery.config.recipe import Recipe
+from bloomery.config.recipe import ModelSection, Recipe
 from bloomery.sizing.layout import (
     Layout,
     Place,
@@ -19,13 +19,13 @@ from bloomery.sizing.layout import (
     stage_layers,
     stages_of_rank,
 )
-from bloomery.sizing.parameters import HEAD, model_shapes, padded_vocab_size
+from bloomery.sizing.parameters import HEAD, count_parameters, model_shapes, padded_vocab_size
 
 _FP32 = 4
 _MOMENTS = 2
 _COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "auto": 2}
 """`auto` as on an accelerator."""
-SAVED_BYTES_PER_PARAMETER = _FP32 * (1 + _MOMENTS)
+_SAVED_BYTES = _FP32 * (1 + _MOMENTS)
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,13 @@ def weight_bytes(recipe: Recipe, layout: Layout, held: HeldElements) -> WeightBy
         reduced_gradients=reduced,
         optimizer=0 if offload else state,
         host=2 * pieces + state if offload else 0,
-        saves=SAVED_BYTES_PER_PARAMETER * held.owned,
+        saves=_SAVED_BYTES * held.owned,
     )
+
+
+def checkpoint_bytes(model: ModelSection) -> int:
+    """Of its tensors; headers and the index add little."""
+    return _SAVED_BYTES * count_parameters(model, padded=True).total
 
 
 def layout_facts(recipe: Recipe, layout: Layout) -> dict[str, Any]:

@@ -170,11 +170,11 @@ class ParameterCount:
         return self.total - sum(self.groups.get(name, 0) for name in _EMBEDDING_TABLES)
 
 
-def count_parameters(model: ModelSection, *, vocab_size: int | None = None) -> ParameterCount:
-    """Count with `vocab_size` embedding rows: padded for what is built and saved; default: the model's own, as papers
-    count."""
+def count_parameters(model: ModelSection, *, padded: bool = False) -> ParameterCount:
+    """`padded`: with all rows of the embedding, as is built and saved; else with the model's own, as papers count."""
     groups: dict[str, int] = {}
-    for weight in model_shapes(model, vocab_size=vocab_size or model.vocab_size, num_layers=model.num_layers):
+    vocab_size = padded_vocab_size(model) if padded else model.vocab_size
+    for weight in model_shapes(model, vocab_size=vocab_size, num_layers=model.num_layers):
         groups[weight.group] = groups.get(weight.group, 0) + weight.count * weight.elements
     return ParameterCount(groups)
 

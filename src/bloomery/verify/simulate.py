@@ -47,7 +47,7 @@ from bloomery.parallel.runner import DTYPES
 from bloomery.parallel.tensor import vocabulary_losses
 from bloomery.sizing.layout import Layout, cut_dimension, micro_batches
 from bloomery.sizing.memory import HeldElements, WeightBytes, layout_facts, stage_part, weight_bytes
-from bloomery.sizing.parameters import count_parameters, labels_per_sample, padded_vocab_size, second_loss
+from bloomery.sizing.parameters import count_parameters, labels_per_sample, second_loss
 
 _CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def simulate_world(recipe: Recipe, rank: int | None = None) -> dict[str, Any]:
     began, layout = time.monotonic(), Layout.of(recipe)
     stage_size = layout.world // layout.pp
     chosen = [rank] if rank is not None else sorted({0, layout.pp // 2 * stage_size, layout.world - stage_size})
-    parameters = count_parameters(recipe.model, vocab_size=padded_vocab_size(recipe.model)).total
+    parameters = count_parameters(recipe.model, padded=True).total
     built = sum(_elements_of_stage(recipe, layout, pp * stage_size) for pp in range(layout.pp))
     assert built == parameters, f"the ranks of all stages hold {built:,} parameters, the formula says {parameters:,}"
     return {
