@@ -41,7 +41,7 @@ def test_a_recipe_that_can_be_trained_here_and_one_that_cannot(
     assert main(["doctor", "small.yaml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["problems"] == []
     assert main(["doctor", "small.yaml", "data.train=[{path: nothing}]"]) == 3
-    assert "cannot read nothing.bin. Data needs it" in capsys.readouterr().err
+    assert "cannot read nothing.bin. data.train.0.path needs it" in capsys.readouterr().err
 
 
 def test_what_a_node_lacks(workshop: Workshop) -> None:
