@@ -13,7 +13,8 @@ from bloomery.cli.arguments import add_json, add_recipe_arguments, as_text, load
 
 if TYPE_CHECKING:
     from bloomery.config.recipe import Recipe
-    from bloomery.plan.answer import Question
+    from bloomery.plan.candidates import Question
+    from bloomery.plan.hardware import Catalogue
 
 _READS = ("name", "model", "batch", "train", "precision", "parallel", "checkpoint", "launch", "monitor", "data")
 _GPU = "a100-80g"
@@ -53,19 +54,18 @@ def run(args: argparse.Namespace) -> int:
     from bloomery.base.storage import write_atomically
     from bloomery.config.load import as_yaml
     from bloomery.plan.answer import answer
+    from bloomery.plan.hardware import read_catalogue
     from bloomery.plan.search import why, with_layout
-    from bloomery.sizing.layout import world_size
 
-    question = _question(args)
+    catalogue = read_catalogue(args.hardware)
+    question = _question(args, catalogue)
     if args.why:
-        return show(
-            args, {"why": why(question.recipe, question.ranking(), question.machine, question.constants)}, _lines
-        )
+        return show(args, {"why": why(question)}, _lines)
     with doing("ranking the layouts"):
-        found = answer(question)
+        found = answer(question, catalogue, args.price)
     warn(*found.warnings)
     if args.emit:
-        best = found.ranking.name(found.ranking.best(question.recipe, world_size(question.recipe)))
+        best = found.ranking.name(found.ranking.best())
         _, emitted = with_layout(args.recipe, args.overrides, best, question.machine.node)
         write_atomically(args.emit, as_yaml(emitted.recipe))
     if args.html:
@@ -78,20 +78,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _score(args: argparse.Namespace) -> int:
-    from bloomery.plan.score import scores
+    from bloomery.plan.answer import scores
 
     return show(args, scores(args.score))
 
 
-def _question(args: argparse.Namespace) -> Question:
-    from bloomery.plan.answer import Question
+def _question(args: argparse.Namespace, catalogue: Catalogue) -> Question:
+    from bloomery.plan.candidates import Question
     from bloomery.plan.constants import fitted
-    from bloomery.plan.hardware import Machine, here, named, read_catalogue
+    from bloomery.plan.hardware import Machine, here, named
     from bloomery.plan.search import Ranking, with_layout
     from bloomery.sizing.check import layout_problems, nothing_done
-    from bloomery.sizing.layout import ranks_per_node, world_size
+    from bloomery.sizing.layout import ranks_per_node
 
-    catalogue = read_catalogue(args.hardware)
     name = args.gpu or (here() if here() in catalogue.devices else _GPU)
     device = named(catalogue.devices, name, "device")
     constants = fitted().on(device)
@@ -103,14 +102,14 @@ def _question(args: argparse.Namespace) -> Question:
     if args.why:
         recipe = with_layout(args.recipe, args.overrides, args.why, machine.node)[1].recipe
     elif (args.gpus or args.nodes) and (wrong := layout_problems(recipe, nothing_done)):
-        ranking = Ranking.of(recipe, machine, world_size(recipe), constants)
-        best = ranking.name(ranking.best(recipe, world_size(recipe)))
+        ranking = Ranking.of(Question(recipe, machine, constants))
+        best = ranking.name(ranking.best())
         words, loaded = with_layout(args.recipe, given, best, machine.node)
         args.overrides, recipe = [*given, *words], loaded.recipe
         warn(f"the layout of the recipe takes another number of devices: {wrong[0]}. This is the plan of {best}")
     else:
         recipe = load(args, reads=_READS).recipe
-    return Question(recipe, machine, catalogue, constants, args.price)
+    return Question(recipe, machine, constants)
 
 
 def _unchecked(args: argparse.Namespace) -> Recipe:

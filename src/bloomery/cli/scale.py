@@ -12,7 +12,7 @@ from bloomery.base.bounded import read_json
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.base.storage import make_folder, write_atomically
 from bloomery.cli.arguments import add_json, add_recipe_arguments, load, show, whole_number, whole_numbers
-from bloomery.plan.scale import measure, picture, with_efficiency
+from bloomery.plan.trials import measure, picture, with_efficiency
 
 _RESULT, _PICTURE = "scale.json", "scale.html"
 

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(recipe: Recipe, device: str) -> dict[str, Any]:
     """What is foretold of this run, for its report and `plan --score`."""
-    from bloomery.plan.score import stored_plan
+    from bloomery.plan.answer import stored_plan
 
     try:
         return stored_plan(recipe, device)

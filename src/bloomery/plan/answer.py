@@ -1,14 +1,21 @@
-"""Everything that `bloomery plan RECIPE` says, as one record."""
+"""Everything that `bloomery plan RECIPE` says, as one record; what a run keeps of it, against what the run measured."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from bloomery.base.errors import DataError, Problem
 from bloomery.config.recipe import Recipe
+from bloomery.monitor import names
+from bloomery.monitor.gather import PREDICTED, Gathered
 from bloomery.plan.advice import advice, largest_costs, warnings
-from bloomery.plan.candidates import setup_of
-from bloomery.plan.constants import Constants
+from bloomery.plan.candidates import Question
+from bloomery.plan.constants import fitted
 from bloomery.plan.forecast import (
     Assumptions,
     Forecast,
@@ -18,29 +25,16 @@ from bloomery.plan.forecast import (
     storage_facts,
     training_facts,
 )
-from bloomery.plan.hardware import Catalogue, Machine
+from bloomery.plan.hardware import Catalogue, Machine, known_as, read_catalogue
 from bloomery.plan.memory import stage_memory
 from bloomery.plan.search import Ranking
-from bloomery.plan.step_time import PARTS, step_time
-from bloomery.sizing.layout import Layout, ranks_per_node, world_size
+from bloomery.plan.step_time import PARTS
+from bloomery.sizing.layout import Layout, ranks_per_node
 from bloomery.sizing.memory import checkpoint_bytes, layout_facts, node_bytes, stage_facts
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 from bloomery.sizing.schedule import kept_checkpoints
 
 MOST_LAYOUTS = 10
-
-
-@dataclass(frozen=True)
-class Question:
-    recipe: Recipe
-    machine: Machine
-    catalogue: Catalogue
-    constants: Constants
-    usd_per_gpu_hour: float | None
-    """None: the table's."""
-
-    def ranking(self) -> Ranking:
-        return Ranking.of(self.recipe, self.machine, world_size(self.recipe), self.constants)
 
 
 @dataclass(frozen=True)
@@ -53,26 +47,31 @@ class Answer:
     ranking: Ranking
 
 
-def answer(question: Question) -> Answer:
-    recipe, machine, constants = question.recipe, question.machine, question.constants
-    found = forecast(recipe, machine, constants)
-    assumed = Assumptions.of(recipe, machine, question.catalogue, question.usd_per_gpu_hour)
-    ranking = question.ranking()
-    static = static_facts(recipe)
-    used = rank_memory(question, static["stages"])
+def answer(asked: Question, catalogue: Catalogue, usd_per_gpu_hour: float | None) -> Answer:
+    """`usd_per_gpu_hour`: None for the table's."""
+    recipe, machine, time = asked.recipe, asked.machine, asked.time
+    found, ranking, static = forecast(asked), Ranking.of(asked), static_facts(recipe)
+    assumed = Assumptions.of(recipe, machine, catalogue, usd_per_gpu_hour)
+    used = rank_memory(asked, static["stages"])
     device_bytes = machine.device.memory_gib * 2**30
-    time = step_time(setup_of(recipe, machine), constants)
     facts = static | {
         "memory_bytes": used | {"device_has": round(device_bytes)},
-        "step": speed_facts(recipe, machine, float(time.total)),
+        "step": speed_facts(asked),
         "step_share": {part: float(getattr(time, part) / time.total) for part in PARTS},
-        "training": training_facts(recipe, machine, found, assumed),
-        "machine": _machine_facts(machine),
-        "storage": storage_facts(recipe, question.catalogue),
+        "training": training_facts(asked, found, assumed),
+        "machine": {
+            "gpu": machine.gpu,
+            "gpu_source": machine.device.source,
+            "network": machine.network_name,
+            "network_gb_per_s": machine.network.gb_per_s,
+            "network_source": machine.network.source,
+            "gpus_per_node": machine.node,
+        },
+        "storage": storage_facts(recipe, catalogue),
         "layouts": ranking.facts(MOST_LAYOUTS),
         "legal_layouts": len(ranking.grid.rows),
         "fitting_layouts": len(ranking.order),
-        "scaling": scaling(recipe, machine, constants, question.catalogue),
+        "scaling": scaling(asked, catalogue),
         "largest_costs": largest_costs(recipe, found),
         "advice": advice(recipe, machine.node),
     }
@@ -111,14 +110,13 @@ def static_facts(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def rank_memory(question: Question, stages: list[dict[str, Any]]) -> dict[str, int]:
+def rank_memory(asked: Question, stages: list[dict[str, Any]]) -> dict[str, int]:
     """Of the fullest rank, by part: what it holds of the weights is exact, the rest is estimated."""
-    recipe = question.recipe
-    setup = setup_of(recipe, question.machine)
+    setup, constants = asked.setup, asked.constants
     ranks = []
     for stage in stages:
         held = stage["memory_bytes"]
-        estimated = stage_memory(setup, question.constants, is_last=stage["head"])
+        estimated = stage_memory(setup, constants, is_last=stage["head"])
         estimates = ("activations", "logits", "buffers", "context")
         # The estimate is of the stage with most layers.
         share = stage["num_layers"] / float(setup.layers_of_stage)
@@ -131,15 +129,57 @@ def rank_memory(question: Question, stages: list[dict[str, Any]]) -> dict[str, i
         ranks.append({"weights": weights, "gradients": gradients, "optimizer": held["optimizer"], **parts})
     fullest = max(ranks, key=lambda parts: sum(parts.values()))
     expected = sum(fullest.values())
-    return fullest | {"expected": expected, "safe": round(expected * question.constants.safe)}
+    return fullest | {"expected": expected, "safe": round(expected * constants.safe)}
 
 
-def _machine_facts(machine: Machine) -> dict[str, Any]:
+def stored_plan(recipe: Recipe, torch_name: str) -> dict[str, Any]:
+    """Facts of the `plan` event of a run that starts; none on a device that no table has."""
+    catalogue = read_catalogue(None)
+    if (name := known_as(torch_name, catalogue)) is None:
+        return {}
+    machine = Machine.of(catalogue, name, None, ranks_per_node(recipe))
+    asked = Question(recipe, machine, fitted().on(machine.device))
+    found, memory = forecast(asked), rank_memory(asked, stage_facts(recipe, Layout.of(recipe)))
+    tokens = recipe.batch.global_batch_size * recipe.model.seq_length
+    step = found.levels[-1].step_seconds
     return {
-        "gpu": machine.gpu,
-        "gpu_source": machine.device.source,
+        "step_seconds": step,
+        "tokens_per_second": tokens / step,
+        "global_batch": found.levels[-1].global_batch,
+        "memory_bytes": memory["expected"] - (0 if torch_name == "cpu" else memory["context"]),
+        "total_seconds": found.total_seconds,
+        "machine": name,
+        "machine_source": machine.device.source,
         "network": machine.network_name,
-        "network_gb_per_s": machine.network.gb_per_s,
-        "network_source": machine.network.source,
-        "gpus_per_node": machine.node,
+        "failures": found.failures,
     }
+
+
+def scores(runs: Sequence[Path]) -> dict[str, Any]:
+    """Of each run, the oldest first: predicted, measured, and the error as a share of what was measured."""
+    rows = sorted(map(_score, runs), key=lambda row: row["began"])
+    errors = {name: [abs(row[name]["error"]) for row in rows if name in row] for name in PREDICTED}
+    return {
+        "runs": rows,
+        "median_error": {name: float(np.median(found)) if found else None for name, found in errors.items()},
+        "trend": {name: _trend(found) for name, found in errors.items()},
+    }
+
+
+def _trend(errors: list[float]) -> float | None:
+    """By how much the error of the newer half is smaller (negative) or larger; None for fewer than two runs."""
+    half = len(errors) // 2
+    return float(np.median(errors[half:]) - np.median(errors[:half])) if half else None
+
+
+def _score(run: Path) -> dict[str, Any]:
+    found = Gathered()
+    found.read(run)
+    if not (compared := found.scores()):
+        rule = f"a run has its plan in {names.EVENTS_FILE} and steps of the full batch in {names.METRICS_FILE}"
+        raise DataError(Problem(f"{run} shows no plan or no step", rule, "give a folder that `bloomery train` wrote"))
+    pairs = {
+        name: {"predicted": predicted, "measured": measured, "error": predicted / measured - 1}
+        for name, (predicted, measured) in compared.items()
+    }
+    return {"run": str(run), "began": found.first_time, "machine": found.plan["machine"], **pairs}

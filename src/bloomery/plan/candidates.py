@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 
 from bloomery.config.recipe import Recipe
 from bloomery.families.registry import FAMILIES
+from bloomery.plan.constants import Constants
 from bloomery.plan.hardware import Machine
 from bloomery.plan.setup import ATTENTION, RECOMPUTE, Column, Setup
+from bloomery.plan.step_time import StepTime, step_time
 from bloomery.sizing.layout import Layout
 from bloomery.sizing.parameters import padded_vocab_size
 from bloomery.sizing.schedule import BatchPlan
@@ -74,6 +77,23 @@ def _state_bytes(layouts: dict[str, Column], *, offload: bool) -> dict[str, Colu
         "late_gradients": late,
         "shared_bytes": states + np.where(alone, 0.0, 4.0 * (sums == 0)),
     }
+
+
+@dataclass(frozen=True)
+class Question:
+    """A recipe on a machine."""
+
+    recipe: Recipe
+    machine: Machine
+    constants: Constants
+
+    @cached_property
+    def setup(self) -> Setup:
+        return setup_of(self.recipe, self.machine)
+
+    @cached_property
+    def time(self) -> StepTime:
+        return step_time(self.setup, self.constants)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from bloomery.config.recipe import Recipe
-from bloomery.plan.candidates import setup_of
-from bloomery.plan.constants import Constants
+from bloomery.plan.candidates import Question, setup_of
 from bloomery.plan.hardware import Bandwidth, Catalogue, Machine
 from bloomery.plan.setup import Column
 from bloomery.plan.step_time import PARTS, step_time
@@ -75,13 +74,14 @@ class Forecast:
         return sum(self.costs.values())
 
 
-def forecast(recipe: Recipe, machine: Machine, constants: Constants) -> Forecast:
+def forecast(asked: Question) -> Forecast:
+    recipe = asked.recipe
     plan, devices = TrainingPlan.of(recipe), world_size(recipe)
     levels = [level for level in plan.batch.levels if level.first_step <= plan.train_steps]
     ends = [*(level.first_step for level in levels[1:]), plan.train_steps + 1]
     steps = np.array([end - level.first_step for level, end in zip(levels, ends, strict=True)])
     batches = np.array([float(level.global_batch) for level in levels])
-    time = step_time(setup_of(recipe, machine, global_batch=batches), constants)
+    time = step_time(setup_of(recipe, asked.machine, global_batch=batches), asked.constants)
     seconds = np.broadcast_to(time.total, steps.shape)
     begins = np.concatenate([[0.0], np.cumsum(steps * seconds)])
     rows = zip(levels, steps.tolist(), seconds.tolist(), begins.tolist(), strict=False)
@@ -105,12 +105,11 @@ def _evaluation_seconds(recipe: Recipe, plan: TrainingPlan, step_seconds: float)
     return plan.train_steps // section.every.count * section.steps * groups * step_seconds / 3
 
 
-def training_facts(recipe: Recipe, machine: Machine, found: Forecast, assumed: Assumptions) -> dict[str, Any]:
+def training_facts(asked: Question, found: Forecast, assumed: Assumptions) -> dict[str, Any]:
     """Days, cost, energy and carbon of the whole training."""
-    devices, seconds = world_size(recipe), found.total_seconds
-    gpu_hours = devices * seconds / 3600
-    kwh, carbon_kg = assumed.energy(gpu_hours, machine.device.watts)
-    plan = TrainingPlan.of(recipe)
+    seconds, watts, plan = found.total_seconds, asked.machine.device.watts, TrainingPlan.of(asked.recipe)
+    gpu_hours = world_size(asked.recipe) * seconds / 3600
+    kwh, carbon_kg = assumed.energy(gpu_hours, watts)
     return {
         "tokens": plan.train_tokens,
         "steps": plan.train_steps,
@@ -121,16 +120,17 @@ def training_facts(recipe: Recipe, machine: Machine, found: Forecast, assumed: A
         "usd": gpu_hours * assumed.usd_per_gpu_hour,
         "energy_mwh": kwh / 1000,
         "carbon_tonnes": carbon_kg / 1000,
-        "assumed": asdict(assumed) | {"watts_per_gpu": machine.device.watts},
+        "assumed": asdict(assumed) | {"watts_per_gpu": watts},
     }
 
 
-def speed_facts(recipe: Recipe, machine: Machine, step_seconds: float) -> dict[str, Any]:
+def speed_facts(asked: Question) -> dict[str, Any]:
     """Of a step of the full batch: tokens/s, FLOP/s by every definition, and shares of the peak."""
+    recipe, step_seconds = asked.recipe, float(asked.time.total)
     tokens = recipe.batch.global_batch_size * recipe.model.seq_length
     per_device = tokens / step_seconds / world_size(recipe)
     counts = {definition: flops_per_token(recipe.model, definition) * per_device for definition in FlopCount}
-    peak = machine.device.peak(recipe.precision)
+    peak = asked.machine.device.peak(recipe.precision)
     again = hardware_count(recipe.parallel.recompute)
     return {
         "step_seconds": step_seconds,
@@ -157,8 +157,9 @@ def storage_facts(recipe: Recipe, catalogue: Catalogue) -> list[dict[str, Any]]:
     ]
 
 
-def scaling(recipe: Recipe, machine: Machine, constants: Constants, networks: Catalogue) -> list[dict[str, Any]]:
+def scaling(asked: Question, known: Catalogue) -> list[dict[str, Any]]:
     """Efficiency against the number of nodes, for the recipe's layout with more replicas, on three networks."""
+    recipe, machine = asked.recipe, asked.machine
     layout, batch = Layout.of(recipe), recipe.batch
     replica = layout.tp * layout.pp * layout.cp
     base = max(1, -(-replica // machine.node))
@@ -170,10 +171,10 @@ def scaling(recipe: Recipe, machine: Machine, constants: Constants, networks: Ca
     shard = np.ones_like(dp) if recipe.parallel.zero == 0 else dp * layout.cp
     rates: dict[str, Column] = {}
     for name in dict.fromkeys((machine.network_name, "infiniband-hdr", "ethernet-100g")):
-        there = machine.on(name, networks.networks[name])
+        there = machine.on(name, known.networks[name])
         setup = setup_of(recipe, there, dp=dp, shard=shard)
         used = setup.micro_batches * setup.micro_batch * dp  # what a batch that does not divide leaves over is not done
-        rates[name] = used / step_time(setup, constants).total / (dp * replica)
+        rates[name] = used / step_time(setup, asked.constants).total / (dp * replica)
     best = max(float(rate[0]) for rate in rates.values())
     return [
         {"nodes": n, "samples_per_gpu": batch.global_batch_size / (n * machine.node)}

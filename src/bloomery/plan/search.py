@@ -11,9 +11,7 @@ import numpy as np
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.load import LoadedRecipe, load_recipe
 from bloomery.config.recipe import LaunchSection, Recipe
-from bloomery.plan.candidates import COLUMNS, Grid, setup_of
-from bloomery.plan.constants import Constants
-from bloomery.plan.hardware import Machine
+from bloomery.plan.candidates import COLUMNS, Grid, Question
 from bloomery.plan.memory import Memory, memory
 from bloomery.plan.setup import RECOMPUTE, Column
 from bloomery.plan.step_time import PARTS, StepTime, step_time
@@ -38,6 +36,7 @@ def preference(tokens_per_s: Column, micro_batch: Column) -> Column:
 
 @dataclass(frozen=True)
 class Ranking:
+    recipe: Recipe
     grid: Grid
     time: StepTime
     memory: Memory
@@ -48,8 +47,10 @@ class Ranking:
     """Rows that fit safely, the best first."""
 
     @classmethod
-    def of(cls, recipe: Recipe, machine: Machine, devices: int, constants: Constants) -> Ranking:
-        grid = Grid.of(recipe, machine, devices)
+    def of(cls, asked: Question) -> Ranking:
+        recipe, constants = asked.recipe, asked.constants
+        devices = world_size(recipe)
+        grid = Grid.of(recipe, asked.machine, devices)
         if not len(grid.rows):
             raise RecipeError(_no_layout(recipe, devices))
         time, used = step_time(grid.setup, constants), memory(grid.setup, constants)
@@ -60,7 +61,7 @@ class Ranking:
         simple = grid.rows[fits, 0] * grid.rows[fits, 1] * grid.rows[fits, 3] * 8 + grid.rows[fits, 5]
         wanted = preference(speed, grid.setup.micro_batch)
         order = fits[np.lexsort((simple, -np.round(wanted[fits], 1)))]
-        return cls(grid, time, used, safe, speed, [int(row) for row in order])
+        return cls(recipe, grid, time, used, safe, speed, [int(row) for row in order])
 
     def name(self, row: int) -> str:
         return layout_name(dict(zip(COLUMNS, self.grid.rows[row].astype(int).tolist(), strict=True)))
@@ -79,13 +80,14 @@ class Ranking:
             for row in self.order[:most]
         ]
 
-    def best(self, recipe: Recipe, devices: int) -> int:
+    def best(self) -> int:
         """RecipeError where nothing fits."""
         if self.order:
             return self.order[0]
+        devices = world_size(self.recipe)
         row = int(np.argmin(self.safe_bytes))
         have, need = float(np.max(self.grid.setup.memory_bytes)), float(self.safe_bytes[row])
-        what = f"{recipe.name} does not fit on {devices} devices of {have / _GIB:.4g} GiB"
+        what = f"{self.recipe.name} does not fit on {devices} devices of {have / _GIB:.4g} GiB"
         rule = f"the layout that needs least, {self.name(row)}, takes {need / _GIB:.4g} GiB with a safe margin"
         more = devices * 2 ** max(1, int(np.ceil(np.log2(need / have))))
         remedy = f"use about {more} devices, devices with more memory, or parallel.offload=true"
@@ -127,13 +129,12 @@ def with_layout(loaded_from: str, overrides: list[str], layout: str, node: int) 
     return own, load_checked_recipe(loaded_from, [*overrides, *own])
 
 
-def why(recipe: Recipe, ranking: Ranking, machine: Machine, constants: Constants) -> list[str]:
-    """What a legal layout, that of `recipe`, has against the best one: sentences."""
-    setup = setup_of(recipe, machine)
-    time, used = step_time(setup, constants), memory(setup, constants)
-    best = ranking.best(recipe, world_size(recipe))
-    safe = float(used.expected) * constants.safe
-    have = float(setup.memory_bytes)
+def why(asked: Question) -> list[str]:
+    """What a legal layout, that of the recipe, has against the best one: sentences."""
+    ranking, time, used = Ranking.of(asked), asked.time, memory(asked.setup, asked.constants)
+    best = ranking.best()
+    safe = float(used.expected) * asked.constants.safe
+    have = float(asked.setup.memory_bytes)
     says = [_fits(used, safe, have)]
     mine, theirs = float(time.total), float(ranking.time.total[best])
     name = ranking.name(best)

@@ -1,13 +1,15 @@
-"""Short real trainings: each is a `bloomery train` in processes of its own, which end when it is measured."""
+"""Short real trainings: each is a `bloomery train` in processes of its own, which end when it is measured. Those of
+`bloomery scale`, one for each number of nodes, are of the same kind."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +20,13 @@ from typing import Any
 import numpy as np
 
 from bloomery.base import exit_codes, signals
+from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import make_folder, remove_tree
+from bloomery.config.recipe import Recipe
 from bloomery.data.shards import ShardWriter
 from bloomery.monitor import names
 from bloomery.monitor.history import readable_lines
+from bloomery.monitor.page import chart_html, page
 
 _POLL_SECONDS = 0.05
 _OUT_OF_MEMORY = "ran out of"
@@ -130,6 +135,8 @@ def short_training(steps: int) -> list[str]:
 
 def torch_name(device: str | None) -> str:
     """What torch calls this machine's device, asked in a process of its own: it takes memory of the device."""
+    if device == "cpu":
+        return device
     code = "import sys; from bloomery.base.accelerator import device_name, pick_device"
     code += "; print(device_name(pick_device(sys.argv[1] if sys.argv[1:] else None)))"
     command = [sys.executable, "-c", code, *([device] if device else [])]
@@ -166,3 +173,45 @@ def _end_session(job: subprocess.Popen[bytes]) -> None:
             if os.getsid(int(entry.name)) == job.pid:
                 os.kill(int(entry.name), signal.SIGKILL)
     job.wait()
+
+
+def measure(
+    recipe: Recipe, source: str, words: Sequence[str], nodes: int, folder: Path, *, steps: int, strong: bool
+) -> dict[str, Any]:
+    """From the second half of the steps. `strong`: the global batch stays; else that of each replica does."""
+    section = recipe.launch
+    ranks, on = (section.gpus_per_node, section.on) if section else (1, "local")
+    size = (nodes, ranks) if on != "local" else (1, nodes * ranks)  # here, a node is as many ranks of this machine
+    batch = recipe.batch.global_batch_size * (1 if strong else nodes)
+    more = [f"launch.nodes={size[0]}", f"launch.gpus_per_node={size[1]}", f"batch.global_batch_size={batch}"]
+    bench = Bench(source, words, folder, log_every=steps // 2, figures=1, on=on, limit_seconds=math.inf)
+    trial = bench.run(more)
+    if trial.outcome != "ok":
+        remedy = f"read {bench.output}"
+        raise DataError(Problem(f"--nodes {nodes}: its training has no steps to measure", trial.said, remedy))
+    return {
+        "nodes": nodes,
+        "global_batch": batch,
+        "tokens_per_second": trial.tokens_per_second,
+        "seconds_per_step": trial.step_seconds,
+        "tflops_per_device": trial.tflops,
+    }
+
+
+def with_efficiency(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tokens per second and node, against those of the fewest nodes."""
+    first = min(points, key=lambda point: point["nodes"])
+    base = first["tokens_per_second"] / first["nodes"]
+    return [{**point, "efficiency": point["tokens_per_second"] / point["nodes"] / base} for point in points]
+
+
+def picture(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """A page with the curves of all results, by name."""
+    charts = ""
+    for what in ("tokens_per_second", "efficiency"):
+        curves = {
+            name: np.array([(point["nodes"], point[what]) for point in points], dtype=np.float64)
+            for name, points in results.items()
+        }
+        charts += chart_html(what.replace("_", " "), curves, x="nodes", from_zero=True, wide=True)
+    return page("Scaling · Bloomery", f"<h1>Scaling</h1><div class='charts'>{charts}</div>")

@@ -19,7 +19,7 @@ from bloomery.base.storage import append_line, make_folder, write_atomically
 from bloomery.config.load import as_yaml, load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.monitor.history import readable_lines
-from bloomery.plan.candidates import COLUMNS
+from bloomery.plan.candidates import COLUMNS, Question
 from bloomery.plan.constants import Constants
 from bloomery.plan.hardware import Machine
 from bloomery.plan.search import Ranking
@@ -144,7 +144,7 @@ def candidates(
         more = [f"{name}={value}" for name, value in zip(others, values, strict=True)]
         recipe = load_recipe(loaded_from, [*words, *more]).recipe
         changed = [word for word in more if load_recipe(loaded_from, [*words, word]).recipe != own]
-        ranking = Ranking.of(recipe, machine, world_size(recipe), constants)
+        ranking = Ranking.of(Question(recipe, machine, constants))
         for row in np.flatnonzero(ranking.memory.expected <= machine.device.memory_gib * 2**30):
             degrees = dict(zip(COLUMNS, ranking.grid.rows[row].astype(int).tolist(), strict=True))
             layout = _layout_fields(degrees, recipe)
