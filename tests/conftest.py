@@ -19,10 +19,11 @@ import torch
 import yaml
 
 os.environ["BLOOMERY_SAY_AFTER"] = "600"  # a busy machine makes no test another
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before the fork server imports torch, as `train` does
 
 from bloomery.cli.main import main
 from bloomery.data.shards import ShardWriter
-from forked import Forked
+from forked import Forked, start_server
 from monitor_samples import mounted
 
 torch.set_num_threads(1)
@@ -130,6 +131,11 @@ def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str] | Forke
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     raise AssertionError("no steps within a minute")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _a_fork_server() -> None:
+    start_server()
 
 
 @pytest.fixture(autouse=True)

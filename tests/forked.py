@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 
-PRELOAD = ["bloomery.launch.fork_server", "bloomery.train.loop", "bloomery.train.setup"]
+from bloomery.base import signals
+
+PRELOAD = ["bloomery.launch.fork_server", "bloomery.train.loop", "bloomery.train.setup", "bloomery.plan.score"]
+PRELOAD += ["bloomery.parallel.pipeline", "torch.distributed.fsdp"]
+"""With torch._dynamo, which every optimizer imports, and which takes longer than the training of a test."""
+
+
+def start_server() -> None:
+    """What the first one preloads, all that this process forks has: also the ranks of `bloomery train` within it."""
+    forkserver.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
+
+
+def alone(command: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
+    """The exit code of `command(words)` as the only rank, without a launcher."""
+    process = get_context("forkserver").Process(target=_exit_with, args=(command, words))
+    process.start()
+    process.join(120)
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode is not None, "it hangs"
+    return process.exitcode
+
+
+def _exit_with(command: Callable[[Sequence[str]], int], words: Sequence[str]) -> None:
+    signals.listen()  # as the first line of `python -m bloomery` does
+    sys.exit(command(words))
 
 
 def _be_bloomery(words: Sequence[str], log: str, first: Callable[[], None] | None) -> None:
@@ -31,10 +57,9 @@ class Forked:
 
     def __init__(self, words: Sequence[str], log: Path, first: Callable[[], None] | None = None) -> None:
         """`first` is called before bloomery is."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         self._log = log
-        self._process = context.Process(target=_be_bloomery, args=(list(words), str(log.absolute()), first))
+        what = (list(words), str(log.absolute()), first)
+        self._process = get_context("forkserver").Process(target=_be_bloomery, args=what)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

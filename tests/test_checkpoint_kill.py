@@ -5,14 +5,11 @@ BLOOMERY_KILL_POINTS=50 runs that many points on one and on four ranks instead o
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,10 +25,10 @@ from bloomery.monitor.history import read_events, read_metrics
 from chaos.scene import CHANGING
 from checkpoints import assert_same_tensors, latest_checkpoint
 from conftest import Workshop
+from forked import alone
 from kill_points import KillPoint, end, train_until_killed
 
 POINTS = int(os.environ.get("BLOOMERY_KILL_POINTS", "0"))
-PRELOAD = ["kill_points", "bloomery.train.loop", "bloomery.train.setup"]
 FOUR = ("parallel.tp=2", "launch={on: local, gpus_per_node: 4}", "batch={micro_batch_size: 2, global_batch_size: 8}")
 NOBODY = KillPoint(victim=0, operation=None, all_ranks=False)
 
@@ -57,9 +54,9 @@ class Victims:
         if after_seconds is not None:
             killer.start()
         if self.size == 1:
-            code = run_alone(command, arguments)
+            code = alone(command, arguments)
         else:
-            code = run_local_ranks(self.size, command, arguments, preload=PRELOAD)
+            code = run_local_ranks(self.size, command, arguments)
         if after_seconds is not None:
             killer.join()
         return code
@@ -78,23 +75,6 @@ class Victims:
             time.sleep(0.01)
         time.sleep(after_seconds)  # the random point, not a proof
         end(self._pids, point)
-
-
-def run_alone(command: Callable[[Sequence[str]], int], arguments: list[str]) -> int:
-    """One process without a launcher, forked from a server that has imported torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=_exit_with, args=(command, arguments))
-    process.start()
-    process.join(120)
-    if process.exitcode is None:
-        process.kill()
-    assert process.exitcode is not None, "it hangs"
-    return process.exitcode
-
-
-def _exit_with(command: Callable[[Sequence[str]], int], arguments: list[str]) -> None:
-    sys.exit(command(arguments))
 
 
 def assert_good(run: Path, known_step: int) -> int:

@@ -40,8 +40,7 @@ class Nodes:
         arguments = ["train", str(self.workshop.recipe), saves, *overrides, *place]
         command = partial(rank_commands.on_two_nodes, str(self.mount), [str(disk) for disk in self.disks])
         logged = partial(rank_commands.logged, command, str(self.workshop.folder / "said.txt"))
-        preload = ["bloomery.train.loop", "bloomery.train.setup"]
-        return run_local_ranks(size, logged, arguments, preload=preload)
+        return run_local_ranks(size, logged, arguments)
 
     def said(self) -> str:
         return (self.workshop.folder / "said.txt").read_text()

@@ -148,9 +148,7 @@ def trained(run: Path, folder: Path, layout: str) -> list[dict[str, float]]:
         assert main(words) == 0
     else:
         logged = partial(rank_commands.logged, rank_commands.main, str(folder / "said.txt"))
-        assert run_local_ranks(ranks, logged, words, preload=["bloomery.verify.trials"]) == 0, (
-            folder / "said.txt"
-        ).read_text()
+        assert run_local_ranks(ranks, logged, words) == 0, (folder / "said.txt").read_text()
     return [record["losses"] for record in Workshop.metrics(folder / layout)]
 
 

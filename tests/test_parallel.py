@@ -31,7 +31,6 @@ from bloomery.sizing.layout import stage_layers
 from conftest import Workshop, start_training, wait_for_steps
 
 TWO = ("launch={on: local, gpus_per_node: 2}", "batch={micro_batch_size: 2, global_batch_size: 8}")
-PRELOAD = ["bloomery.train.loop", "bloomery.train.setup"]
 
 
 def run_ranks(
@@ -43,7 +42,7 @@ def run_ranks(
 ) -> int:
     arguments = ["train", str(workshop.recipe), *overrides, "--run-dir", str(workshop.folder / run), "--device", "cpu"]
     logged = partial(rank_commands.logged, command, str(workshop.folder / "said.txt"))
-    return run_local_ranks(size, logged, [*arguments, "--quiet"], preload=PRELOAD)
+    return run_local_ranks(size, logged, [*arguments, "--quiet"])
 
 
 def said(workshop: Workshop) -> str:

@@ -22,7 +22,6 @@ from bloomery.launch.local import run_local_ranks
 from conftest import Workshop, start_training, wait_for_steps
 from forked import Forked
 
-PRELOAD = ["bloomery.train.loop", "bloomery.train.setup"]
 TOKENIZER = ["tokenizer", "train", "texts", "--vocab-size", "300", "--output", "t"]
 NAMES = [number.name for number in STOPS]
 
@@ -147,7 +146,7 @@ def run_ranks(workshop: Workshop, command: object, *overrides: str) -> tuple[int
     words += ["--run-dir", str(workshop.folder / "run"), "--device", "cpu", "--quiet"]
     log = workshop.folder / "said.txt"
     logged = partial(rank_commands.logged, command, str(log))  # type: ignore[arg-type]
-    return run_local_ranks(2, logged, words, preload=PRELOAD), log.read_text()
+    return run_local_ranks(2, logged, words), log.read_text()
 
 
 def test_the_age_of_the_fork_server_is_no_hang(workshop: Workshop) -> None:

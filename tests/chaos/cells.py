@@ -7,6 +7,7 @@ from pathlib import Path
 
 from chaos.matrix import FAULTS, play
 from chaos.scene import Stage
+from forked import start_server
 
 Cell = tuple[int, str]
 """The number of a fault in the table, and a layout."""
@@ -17,6 +18,7 @@ def set_stage(folder: str) -> None:
     global _stage
     place = Path(folder, str(os.getpid()))
     place.mkdir()
+    start_server()
     _stage = Stage(place)
 
 

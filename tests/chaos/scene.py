@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -13,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from bloomery.base import exit_codes, signals
+from bloomery.base import exit_codes
 from bloomery.checkpoint import folder as folders
 from bloomery.cli.main import main
 from bloomery.launch.local import run_local_ranks
@@ -30,6 +29,7 @@ from bloomery.monitor.history import read_events, read_metrics
 from chaos.plant import Plant, planted
 from checkpoints import damage, tensors_of
 from conftest import SMALL, write_shard
+from forked import alone
 
 TESTS = Path(__file__).parents[1]
 STEPS, HALF = 8, 5
@@ -50,8 +50,6 @@ RECIPE: dict[str, Any] = SMALL | {
     "checkpoint": {"phases": [{"every": "2 steps"}], "keep": {"last": 2}, "timeout": "20s"},
     "monitor": {"log_every": "1 steps", "tensorboard": False, "drift": {"every": "1 steps"}},
 }
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before the fork server imports torch, as `train` does
-PRELOAD = ["chaos.plant", "bloomery.train.loop", "bloomery.train.setup"]
 LIMIT_SECONDS = 90.0
 """A start that has not ended by then hangs, and its cell fails."""
 CHANGING = ("seconds_per_step", "samples_per_second", "tokens_per_second", "tflops", "mfu", "job", "time")
@@ -123,9 +121,9 @@ class Scene:
         said = io.StringIO()
         with _ended_after(limit_seconds, notes) as hung, contextlib.redirect_stderr(said):
             if self.size == 1:
-                code = _alone(command, self.words(*more))
+                code = alone(command, self.words(*more))
             else:
-                code = run_local_ranks(self.size, command, self.words(*more), preload=PRELOAD)
+                code = run_local_ranks(self.size, command, self.words(*more))
         struck, ended = notes / "struck", time.time()
         seconds = ended - float(struck.read_text()) if struck.exists() else None
         text = (notes / "said").read_text(errors="replace") + said.getvalue()
@@ -176,20 +174,6 @@ def records(run: Path) -> list[dict[str, Any]]:
         {key: value for key, value in asdict(record).items() if key not in CHANGING}
         for record in read_metrics(run / "metrics.jsonl")
     ]
-
-
-def _alone(command: Callable[[Any], int], words: list[str]) -> int:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=_exit_with, args=(command, words))
-    process.start()
-    process.join()
-    return process.exitcode or 0
-
-
-def _exit_with(command: Callable[[Any], int], words: list[str]) -> None:
-    signals.listen()  # as the first line of `python -m bloomery` does
-    sys.exit(command(words))
 
 
 @contextlib.contextmanager
