@@ -168,7 +168,7 @@ WRONG = {
     "a class of nobody": "it holds an object of conftest.Workshop",
     "experts": "--num-experts 8. No family here has experts",
     "no arguments": "has no arguments of its training",
-    "a missing tensor": "1 tensors are missing: layers.1.mlp.dense_h_to_4h.bias",
+    "a missing tensor": "1 tensors are missing: layers.1.mlp.linear_fc1.bias (ours: layers.1.mlp.up.bias)",
     "another tensor": "1 tensors have no place in a gpt2: layers.1.router.weight",
     "another shape": "has another shape",
     "NaN": "is not finite",

@@ -2,7 +2,7 @@
 what is saved beside them. docs/import.md has the layouts. Nothing in a file is executed: of every object only its
 arguments and fields are kept.
 
-Names are those of the last models before megatron-core, with global layer numbers: `layers.7.mlp.dense_h_to_4h.weight`.
+Names are those of megatron-core, with global layer numbers: `layers.7.mlp.linear_fc1.weight`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from bloomery.base.errors import DataError, Problem
 
 MODEL, MASTER = "model", "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Read = Callable[[], list[Tensor]]
-"""The parts of a tensor by tensor-parallel rank; one if it is whole."""
-_KINDS = {"optimizer.state.fp32_param.": MASTER} | {f"optimizer.state.{moment}.": moment for moment in MOMENTS}
+Read = Callable[[], Tensor]
+KINDS = {"optimizer.state.fp32_param.": MASTER} | {f"optimizer.state.{moment}.": moment for moment in MOMENTS}
+"""What stands before a key of megatron-core."""
 _PLAIN = re.compile(
     r"(megatron|deepspeed|apex|transformer_engine|numpy|torch|argparse|types|pathlib|signal|collections|_io|enum)\b"
 )
@@ -34,13 +34,13 @@ _PLAIN = re.compile(
 _NAMES = (
     (r"^((module|language_model|embedding|transformer|encoder|decoder)\.|tied_modules\.\w+\.)+", ""),
     (r"\.attention\.", ".self_attention."),
+    (r"query_key_value", "linear_qkv"),
+    (r"self_attention\.dense", "self_attention.linear_proj"),
+    (r"dense_h_to_4h", "linear_fc1"),
+    (r"dense_4h_to_h", "linear_fc2"),
     (r"self_attention\.linear_qkv\.layer_norm_", "input_layernorm."),
-    (r"mlp\.linear_fc1\.layer_norm_|pre_mlp_layernorm\.", "post_attention_layernorm."),
-    (r"linear_qkv", "query_key_value"),
-    (r"linear_proj", "dense"),
-    (r"linear_fc1", "dense_h_to_4h"),
-    (r"linear_fc2", "dense_4h_to_h"),
-    (r"(input|post_attention|final)_norm\.", r"\1_layernorm."),
+    (r"mlp\.linear_fc1\.layer_norm_|post_attention_(layer)?norm\.", "pre_mlp_layernorm."),
+    (r"(input|final)_norm\.", r"\1_layernorm."),
     (r"^lm_head\.layer_norm\.", "lm_head.layernorm."),
     (r"^lm_head\.weight$", "output_layer.weight"),
     (r"^output_layer\.bias$", "lm_head.bias"),
@@ -55,18 +55,36 @@ class Found:
 
     folder: Path
     layout: str
-    args: dict[str, Any] = field(default_factory=dict)
-    """The command line of the training."""
-    state: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any]
     """What is saved beside the tensors."""
-    tensors: dict[str, dict[str, Read]] = field(default_factory=lambda: defaultdict(dict))
-    """By kind (MODEL, MASTER, MOMENTS) and name."""
+    tensors: dict[str, dict[str, dict[int, Tensor | Read]]] = field(
+        default_factory=lambda: {kind: defaultdict(dict) for kind in (MODEL, MASTER, *MOMENTS)}
+    )
+    """By kind, name and tensor-parallel rank; of a tensor that is whole, one part."""
     updates: int | None = None
     """As Adam counts them."""
+    unread: str = ""
+    """Why states of the optimizer cannot be read, though there are some."""
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """The command line of the training."""
+        args = self.state.get("args")
+        return dict(args if isinstance(args, dict) else getattr(args, "__dict__", {}))
 
     @property
     def is_deepspeed(self) -> bool:
         return self.layout.startswith("DeepSpeed")
+
+    def put(self, kind: str, name: str, part: Tensor | Read, rank: int = 0) -> None:
+        """Of several copies the first counts."""
+        if not _BUFFER.search(name):
+            self.tensors[kind][name].setdefault(rank, part)
+
+    def parts(self, kind: str, name: str) -> list[Tensor]:
+        """By tensor-parallel rank."""
+        found = [part for _, part in sorted(self.tensors[kind][name].items())]
+        return [part if isinstance(part, Tensor) else part() for part in found]
 
 
 class Inert:
@@ -86,16 +104,23 @@ def read_checkpoint(folder: Path) -> Found:
             tag = (folder / tracker).read_text(errors="replace").strip()
             folder /= f"iter_{int(tag):07d}" if tag.isascii() and tag.isdecimal() else tag.rpartition("/")[2]
             break
+    files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
     if (folder / ".metadata").is_file():
-        return _torch_dist(folder)
-    if (folder / "zero").is_dir():
-        return _universal(folder)
-    if any(folder.glob("mp_rank_*_model_states.pt")):
-        return _deepspeed(folder)
-    if files := sorted(folder.glob("mp_rank_*/model_optim_rng.pt")):
-        return _legacy(folder, files)
-    rule = "it has mp_rank_*/model_optim_rng.pt, .metadata, zero/ or mp_rank_*_model_states.pt, or a tracker beside it"
-    raise DataError(Problem(f"{folder} is no checkpoint of Megatron", rule, "name the folder of one step"))
+        found = _torch_dist(folder)
+    elif (folder / "zero").is_dir():
+        found = _universal(folder)
+    elif any(folder.glob("mp_rank_*_model_states.pt")):
+        found = _deepspeed(folder)
+    elif files:
+        found = _legacy(folder, files)
+    else:
+        rule = (
+            "it has mp_rank_*/model_optim_rng.pt, .metadata, zero/ or mp_rank_*_model_states.pt, or a tracker beside it"
+        )
+        raise DataError(Problem(f"{folder} is no checkpoint of Megatron", rule, "name the folder of one step"))
+    for kind in (MASTER, *MOMENTS) if found.unread else ():
+        found.tensors[kind].clear()
+    return found
 
 
 # ---------------------------------------------------------------- files
@@ -128,10 +153,6 @@ class _Metadata(pickle.Unpickler):
         return tuple if (module, name) == ("torch", "Size") else Inert
 
 
-def _as_dict(args: Any) -> dict[str, Any]:
-    return dict(args if isinstance(args, dict) else getattr(args, "__dict__", {}))
-
-
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """In the order in which the model was built."""
     for key, value in tree.items():
@@ -148,63 +169,43 @@ def plain_name(name: str, first_layer: int = 0) -> str:
     return re.sub(r"^layers\.(\d+)", lambda match: f"layers.{int(match[1]) + first_layer}", name)
 
 
-def _collect(parts: Mapping[str, Mapping[int, Tensor | Read]]) -> dict[str, Read]:
-    """`parts`: by name and tensor-parallel rank."""
-
-    def read(shards: Mapping[int, Tensor | Read]) -> list[Tensor]:
-        found = [shards[rank] for rank in sorted(shards)]
-        return [each if isinstance(each, Tensor) else each()[0] for each in found]
-
-    return {name: partial(read, shards) for name, shards in parts.items() if not _BUFFER.search(name)}
-
-
 # ---------------------------------------------------------------- Megatron-LM, a file a rank
 
 
 def _legacy(folder: Path, files: Sequence[Path]) -> Found:
     """mp_rank_TT or mp_rank_TT_PPP. Layers count from 0 in every stage (model, or model0, model1, ...)."""
     loaded = {tuple(map(int, f"{path.parent.name[8:]}_0".split("_")[:2])): _load(path) for path in files}
-    first = loaded[0, 0]
-    found = Found(folder, "Megatron-LM", _as_dict(first.get("args")), first)
-    chunks = sorted(key for key in first if re.fullmatch(r"model\d*", key))
+    found = Found(folder, "Megatron-LM", loaded[0, 0])
+    chunks = sorted(key for key in found.state if re.fullmatch(r"model\d*", key))
     starts, layers = {}, 0
     for chunk in chunks:
         for stage in sorted({stage for _, stage in loaded}):
             names = [plain_name(name) for name, _ in _flat(loaded[0, stage][chunk])]
             starts[chunk, stage] = layers
             layers += len({name.split(".")[1] for name in names if name.startswith("layers.")})
-    parts: dict[str, dict[str, dict[int, Tensor | Read]]] = defaultdict(lambda: defaultdict(dict))
     for (rank, stage), saved in loaded.items():
         tensors = [
             (plain_name(name, starts[chunk, stage]), each) for chunk in chunks for name, each in _flat(saved[chunk])
         ]
         for name, each in tensors:
-            parts[MODEL][name][rank] = each
+            found.put(MODEL, name, each, rank)
         try:
-            if optimizer := saved.get("optimizer"):
-                found.updates = _numbered(tensors, optimizer, partial(_put, parts, rank))
+            _put_numbered(found, rank, tensors, saved.get("optimizer"))
         except LookupError as error:
-            found.state = {**first, "unread": f"the states of the optimizer do not follow the weights: {error}"}
-    if not first.get("optimizer") and any(folder.glob("mp_rank_*/distrib_optim.pt")):
-        found.state = {**first, "unread": "moments are in the buckets of distrib_optim.pt"}
-    kinds = (MODEL,) if "unread" in found.state else parts
-    found.tensors |= {kind: _collect(parts[kind]) for kind in kinds}
+            found.unread = f"the states of the optimizer do not follow the weights: {error}"
+    if not found.state.get("optimizer") and any(folder.glob("mp_rank_*/distrib_optim.pt")):
+        found.unread = "moments are in the buckets of distrib_optim.pt"
     return found
 
 
-def _put(parts: Any, rank: int, kind: str, name: str, tensor: Tensor) -> None:
-    parts[kind][name][rank] = tensor
-
-
-def _numbered(
-    tensors: Sequence[tuple[str, Tensor]],
-    optimizer: Mapping[str, Any],
-    put: Callable[[str, str, Tensor], None],
-) -> int | None:
+def _put_numbered(
+    found: Found, rank: int, tensors: Sequence[tuple[str, Tensor]], optimizer: Mapping[str, Any] | None
+) -> None:
     """Optimizer states have numbers for names: the weights with decay first, then biases and norms, both in the order
-    of the model. LookupError unless shapes, and the masters of 16-bit weights, agree. The number of updates."""
-    adam = optimizer.get("optimizer", optimizer)
-    masters, updates = optimizer.get("fp32_from_fp16_params"), None
+    of the model. LookupError unless shapes, and the masters of 16-bit weights, agree."""
+    if not optimizer:
+        return
+    adam, masters = optimizer.get("optimizer", optimizer), optimizer.get("fp32_from_fp16_params")
     left = {many: [each for each in tensors if (each[1].ndim > 1) is many and "_extra_state" not in each[0]]
             for many in (True, False)}  # fmt: skip
     for number, group in enumerate(adam["param_groups"]):
@@ -214,10 +215,9 @@ def _numbered(
             master = masters[number][place] if masters else weight
             if state["exp_avg"].shape != weight.shape or not torch.equal(master.to(weight.dtype), weight):
                 raise LookupError(f"state {key} is not that of {name}")
-            updates = int(state.get("step", group.get("step", 0))) or updates
+            found.updates = int(state.get("step", group.get("step", 0))) or found.updates
             for kind, tensor in ((MASTER, master), *((moment, state[moment]) for moment in MOMENTS)):
-                put(kind, name, tensor)
-    return updates
+                found.put(kind, name, tensor, rank)
 
 
 # ---------------------------------------------------------------- DeepSpeed
@@ -242,8 +242,7 @@ def _pipe_names(names: Sequence[str]) -> dict[str, str]:
 def _deepspeed(folder: Path) -> Found:
     """Layer by layer, or a module a rank; and the shards of the optimizer."""
     ranks = {int(path.name.split("_")[2]): _load(path) for path in folder.glob("mp_rank_*_model_states.pt")}
-    found = Found(folder, "DeepSpeed", _as_dict(ranks[0].get("args")), ranks[0])
-    parts: dict[str, dict[int, Tensor | Read]] = defaultdict(dict)
+    found = Found(folder, "DeepSpeed", ranks[0])
     layers = {path: path.name.split("_") for path in folder.glob("layer_*-model_*-model_states.pt")}
     saved = {
         (f"{int(words[1].split('-')[0])}.{key}", int(words[2].split("-")[0])): tensor
@@ -255,27 +254,23 @@ def _deepspeed(folder: Path) -> Found:
         saved = {(key, rank): tensor for rank, module in modules.items() for key, tensor in _flat(module)}
     names = _pipe_names([name for name, _ in saved])
     for (name, rank), tensor in saved.items():
-        parts[names[name]].setdefault(rank, tensor)
-    found.tensors[MODEL] = _collect(parts)
-    _zero_shards(found, ranks)
+        found.put(MODEL, names[name], tensor, rank)
+    _put_zero_shards(found, ranks)
     return found
 
 
-def _zero_shards(found: Found, ranks: Mapping[int, Any]) -> None:
+def _put_zero_shards(found: Found, ranks: Mapping[int, Any]) -> None:
     """[bf16_]zero_pp_rank_D_mp_rank_M: a D-th of the flat states of rank M, cut by its param_shapes."""
     files: dict[int, dict[int, Path]] = defaultdict(dict)
     for path in found.folder.glob("*zero_pp_rank_*_mp_rank_*_optim_states.pt"):
         replica, rank = re.findall(r"_rank_(\d+)", path.name)
         files[int(rank)][int(replica)] = path
-    shapes = {rank: ranks[rank].get("param_shapes") for rank in files if rank in ranks}
-    if not files:
-        return
-    if not all(shapes.get(rank) for rank in files):
-        found.state = {**found.state, "unread": "no param_shapes say where a weight lies in the optimizer's shards"}
+    shapes: dict[int, Any] = {rank: ranks[rank].get("param_shapes") if rank in ranks else None for rank in files}
+    if not all(shapes.values()):
+        found.unread = "no param_shapes say where a weight lies in the optimizer's shards"
         return
     seen: dict[Any, int] = defaultdict(int)
     names = _pipe_names([name for groups in shapes.values() for group in groups for name in group])
-    parts: dict[str, dict[str, dict[int, Tensor | Read]]] = defaultdict(lambda: defaultdict(dict))
     for rank in sorted(files):
         states = [_load(files[rank][replica])["optimizer_state_dict"] for replica in sorted(files[rank])]
         has = tuple(name for group in shapes[rank] for name in group)
@@ -291,12 +286,11 @@ def _zero_shards(found: Found, ranks: Mapping[int, Any]) -> None:
                 start = 0
                 for name, shape in group.items():
                     cut = partial(_cut, flat, start, tuple(shape), f"{kind} of {name} in {found.folder}")
-                    parts[kind][names[name]].setdefault(tensor_rank, cut)
+                    found.put(kind, names[name], cut, tensor_rank)
                     start += torch.Size(shape).numel()
-    found.tensors |= {kind: _collect(each) for kind, each in parts.items()}
 
 
-def _cut(flat: Sequence[Tensor], start: int, shape: tuple[int, ...], what: str) -> list[Tensor]:
+def _cut(flat: Sequence[Tensor], start: int, shape: tuple[int, ...], what: str) -> Tensor:
     """A tensor that begins at `start` of a row of flat parts."""
     pieces, missing, begin = [], torch.Size(shape).numel(), 0
     for part in flat:
@@ -306,25 +300,25 @@ def _cut(flat: Sequence[Tensor], start: int, shape: tuple[int, ...], what: str) 
         missing, begin = missing - piece.numel(), begin + part.numel()
     if missing:
         raise DataError(Problem(f"{what}: {missing:,} numbers are missing", remedy="copy every shard"))
-    return [torch.cat(pieces).view(shape)]
+    return torch.cat(pieces).view(shape)
 
 
 def _universal(folder: Path) -> Found:
     """zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt, merged by DeepSpeed, without the padding of the vocabulary."""
     first = _load(min(folder.glob("mp_rank_*_model_states.pt")))
-    found = Found(folder, "DeepSpeed universal", _as_dict(first.get("args")), first)
+    found = Found(folder, "DeepSpeed universal", first)
     folders = {path.name: path for path in sorted((folder / "zero").iterdir()) if path.is_dir()}
 
-    def read(path: Path) -> list[Tensor]:
+    def read(path: Path) -> Tensor:
         saved = _load(path)
-        if not isinstance(saved, dict):
-            return [saved]
+        saved = saved if isinstance(saved, dict) else {"param": saved}
         padding = saved.get("vocab_divisibility_padding_tensor")
-        return [saved["param"] if padding is None else torch.cat((saved["param"], padding))]
+        whole: Tensor = saved["param"] if padding is None else torch.cat((saved["param"], padding))
+        return whole
 
     for name, ours in _pipe_names([*folders]).items():
         for kind in (MASTER, *MOMENTS):
-            found.tensors[kind].setdefault(ours, partial(read, folders[name] / f"{kind}.pt"))
+            found.put(kind, ours, partial(read, folders[name] / f"{kind}.pt"))
         if (step := folders[name] / "step.pt").is_file():
             found.updates = int(_load(step))
     found.tensors[MODEL] = found.tensors[MASTER]
@@ -337,7 +331,7 @@ def _universal(folder: Path) -> Found:
 def _torch_dist(folder: Path) -> Found:
     """torch.distributed.checkpoint with megatron-core's keys; `decoder.layers.mlp...` is the stack of all layers."""
     common = _load(folder / "common.pt")
-    found = Found(folder, "megatron-core", _as_dict(common.get("args")), common)
+    found = Found(folder, "megatron-core", common)
     try:
         metadata = _Metadata(io.BytesIO((folder / ".metadata").read_bytes())).load()
         places = {
@@ -347,17 +341,16 @@ def _torch_dist(folder: Path) -> Found:
     except (OSError, ValueError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
         raise DataError(Problem(f"{folder / '.metadata'} cannot be read: {error}", remedy="copy it again")) from error
     for key, entry in entries.items():
-        prefix = next((prefix for prefix in _KINDS if key.startswith(prefix)), "")
-        kind, name = _KINDS.get(prefix, MODEL), key.removeprefix(prefix)
+        prefix = next((prefix for prefix in KINDS if key.startswith(prefix)), "")
+        kind, name = KINDS.get(prefix, MODEL), key.removeprefix(prefix)
         boxes = [(tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks]
         if re.search(r"optimizer\.", name) or (prefix and entry.size != getattr(entries.get(name), "size", None)):
-            found.state = {**common, "unread": f"{key} is not laid out like its weight"}
+            found.unread = f"{key} is not laid out like its weight"
             continue
         stacked = re.match(r"((?:en|de)coder\.layers)\.(?!\d)", name)
         for layer in range(entry.size[0]) if stacked else [None]:
             plain = plain_name(name.replace("layers.", f"layers.{layer}.", 1) if stacked else name)
-            if not _BUFFER.search(plain):
-                found.tensors[kind][plain] = partial(_chunks, folder, key, entry.size, boxes, places, layer)
+            found.put(kind, plain, partial(_chunks, folder, key, entry.size, boxes, places, layer))
     state = common.get("optimizer") or {}
     state = state.get("optimizer", state) if isinstance(state, dict) else {}
     step = (state.get("state") or {}).get("common_step") or next(iter(state.get("param_groups") or [{}])).get("step")
@@ -365,10 +358,11 @@ def _torch_dist(folder: Path) -> Found:
     return found
 
 
-def _chunks(folder: Path, key: str, shape: Sequence[int], boxes: Any, places: Any, layer: int | None) -> list[Tensor]:
+def _chunks(folder: Path, key: str, shape: Sequence[int], boxes: Any, places: Any, layer: int | None) -> Tensor:
     """One tensor, or one layer of a stack, of its chunks."""
     first, end = (0, shape[0] if shape else 1) if layer is None else (layer, layer + 1)
-    whole, missing = None, torch.Size(shape).numel() // (1 if layer is None else shape[0])
+    whole: Tensor | None = None
+    missing = torch.Size(shape).numel() // (1 if layer is None else shape[0])
     for offset, size in boxes:
         if offset and not (offset[0] < end and first < offset[0] + size[0]):
             continue
@@ -383,4 +377,4 @@ def _chunks(folder: Path, key: str, shape: Sequence[int], boxes: Any, places: An
         missing -= tensor.numel()
     if whole is None or missing:
         raise DataError(Problem(f"{key}: {missing:,} numbers are missing in {folder}", remedy="copy every file"))
-    return [whole]
+    return whole

@@ -131,12 +131,12 @@ def continued(found: Found, recipe: Recipe, *, weights_only: bool) -> Continued:
     state, args = found.state, found.args
     if weights_only:
         for moment in MOMENTS:
-            found.tensors.pop(moment, None)
+            found.tensors[moment].clear()
         return Continued(recipe, 0, 0, 0, 0, False, History())
-    if unread := state.get("unread"):
+    if found.unread:
         rule = "moments are read where they are by weight: fully reshardable ones, those of a plain optimizer, ZeRO-1's"
         remedy = "save once with --dist-ckpt-optim-fully-reshardable, or import the weights alone: --weights-only"
-        raise DataError(Problem(f"{unread}", rule, remedy, str(found.folder)))
+        raise DataError(Problem(found.unread, rule, remedy, str(found.folder)))
     step = int(state.get("iteration") or state.get("global_steps") or 0)
     per_step = args.get("global_batch_size") or 0
     consumed = int(args.get("consumed_train_samples") or step * per_step)

@@ -23,29 +23,12 @@ from bloomery.checkpoint.load import Checkpoint, read_checkpoint
 from bloomery.config.recipe import Recipe
 from bloomery.families.registry import FAMILIES
 from bloomery.interop.hf.folder import move_all, require_empty, staged
+from bloomery.interop.megatron.checkpoint import KINDS, MOMENTS
+from bloomery.interop.megatron.weights import their_name
 from bloomery.sizing.parameters import padded_vocab_size, parameter_shapes
 from bloomery.sizing.schedule import TrainingPlan
 
 _TRACKER = "latest_checkpointed_iteration.txt"
-_MODULES = {
-    "embed.tokens": "embedding.word_embeddings.",
-    "embed.positions": "embedding.position_embeddings.",
-    "final_norm": "decoder.final_layernorm.",
-    "head": "output_layer.",
-    "attention_norm": "self_attention.linear_qkv.layer_norm_",
-    "attention.qkv": "self_attention.linear_qkv.",
-    "attention.q_norm": "self_attention.q_layernorm.",
-    "attention.k_norm": "self_attention.k_layernorm.",
-    "attention.out": "self_attention.linear_proj.",
-    "mlp_norm": "mlp.linear_fc1.layer_norm_",
-    "mlp.gate": "mlp.linear_fc1.",
-    "mlp.up": "mlp.linear_fc1.",
-    "mlp.down": "mlp.linear_fc2.",
-}
-_KINDS = {"": "model.{}", "optimizer.state.fp32_param.": "model.{}"} | {
-    f"optimizer.state.{moment}.": f"optim.{{}}.{moment}" for moment in ("exp_avg", "exp_avg_sq")
-}
-"""What stands before a key -> ours."""
 
 
 class _Chunks(DefaultSavePlanner):
@@ -59,11 +42,8 @@ class _Chunks(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         chunks: dict[tuple[str, int | None], list[tuple[str, tuple[int, ...]]]] = {}
         for ours, shape in parameter_shapes(self.saved.recipe.model):
-            module, _, part = ours.rpartition(".")
-            layer = int(module.split(".")[1]) if module.startswith("layers.") else None
-            key = _MODULES[module if layer is None else module.split(".", 2)[2]] + part
-            chunks.setdefault((key if layer is None else f"decoder.layers.{key}", layer), []).append((ours, shape))
-        items = [self._item(prefix, *at, sources) for prefix in _KINDS for at, sources in chunks.items()]
+            chunks.setdefault(_key_of(their_name(ours, self.saved.recipe.model)), []).append((ours, shape))
+        items = [self._item(prefix, *at, sources) for prefix in ("", *KINDS) for at, sources in chunks.items()]
         self.plan = SavePlan(items)
         return self.plan
 
@@ -74,16 +54,27 @@ class _Chunks(DefaultSavePlanner):
         stacked = layer is not None
         offset, chunk, whole = ((layer, *inside), (1, *size), (self.layers, *size)) if stacked else (inside, size, size)
         index = MetadataIndex(prefix + key, torch.Size(offset), layer or 0)  # type: ignore[arg-type]
-        self.sources[index] = [_KINDS[prefix].format(ours) for ours, _ in sources]
+        kind = KINDS.get(prefix)
+        self.sources[index] = [f"optim.{ours}.{kind}" if kind in MOMENTS else f"model.{ours}" for ours, _ in sources]
         where = ChunkStorageMetadata(torch.Size(offset), torch.Size(chunk))  # type: ignore[arg-type]
-        kind = TensorProperties(torch.float32 if prefix else self.dtype)
-        return WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(where, kind, torch.Size(whole)))
+        properties = TensorProperties(torch.float32 if prefix else self.dtype)
+        return WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(where, properties, torch.Size(whole)))
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         data = write_item.tensor_data
         assert data is not None
         whole = torch.cat([self.saved.read(ours) for ours in self.sources[write_item.index]])
         return whole.to(data.properties.dtype).view(data.chunk.sizes)
+
+
+def _key_of(name: str) -> tuple[str, int | None]:
+    """The key, and which of its layers this is. Norms before a projection are parts of it there."""
+    name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+    name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    if name.startswith("layers."):
+        _, layer, rest = name.split(".", 2)
+        return f"decoder.layers.{rest}", int(layer)
+    return {"word": "embedding.", "posi": "embedding.", "fina": "decoder."}.get(name[:4], "") + name, None
 
 
 def export_megatron(checkpoint: Path, output: Path, dtype: torch.dtype) -> tuple[Path, int]:

@@ -1,7 +1,6 @@
 """Our parameters and the tensors of Megatron: names, and how its tensor-parallel ranks share them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +16,15 @@ _MODULES = {
     "embed.positions": "position_embeddings",
     "embed.token_types": "tokentype_embeddings",
     "embed.norm": "word_embeddings.norm",
-    "layers.N.attention_norm": "layers.N.input_layernorm",
-    "layers.N.attention.qkv": "layers.N.self_attention.query_key_value",
-    "layers.N.attention.q_norm": "layers.N.self_attention.q_layernorm",
-    "layers.N.attention.k_norm": "layers.N.self_attention.k_layernorm",
-    "layers.N.attention.out": "layers.N.self_attention.dense",
-    "layers.N.mlp_norm": "layers.N.post_attention_layernorm",
-    "layers.N.mlp.gate": "layers.N.mlp.dense_h_to_4h",
-    "layers.N.mlp.up": "layers.N.mlp.dense_h_to_4h",
-    "layers.N.mlp.down": "layers.N.mlp.dense_4h_to_h",
+    "attention_norm": "input_layernorm",
+    "attention.qkv": "self_attention.linear_qkv",
+    "attention.q_norm": "self_attention.q_layernorm",
+    "attention.k_norm": "self_attention.k_layernorm",
+    "attention.out": "self_attention.linear_proj",
+    "mlp_norm": "pre_mlp_layernorm",
+    "mlp.gate": "mlp.linear_fc1",
+    "mlp.up": "mlp.linear_fc1",
+    "mlp.down": "mlp.linear_fc2",
     "final_norm": "final_layernorm",
     "head": "output_layer",
     "head.dense": "lm_head.dense",
@@ -33,8 +32,9 @@ _MODULES = {
     "pooler.dense": "pooler.dense",
     "order_head": "binary_head",
 }
-_BY_ROWS = ("word_embeddings.weight", "output_layer.weight", "lm_head.bias", "query_key_value.", "dense_h_to_4h.")
-_BY_COLUMNS = ("self_attention.dense.weight", "dense_4h_to_h.weight")
+"""Those of a layer without its number."""
+_BY_ROWS = ("word_embeddings.weight", "output_layer.weight", "lm_head.bias", "linear_qkv.", "linear_fc1.")
+_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def their_name(ours: str, model: ModelSection) -> str:
@@ -42,12 +42,15 @@ def their_name(ours: str, model: ModelSection) -> str:
     if ours == "head.bias":
         return "lm_head.bias"
     module, _, part = ours.rpartition(".")
-    layer = module.split(".")[1] if module.startswith("layers.") else ""
-    if FAMILIES[model.family].encoder and module.endswith("norm") and not module.startswith("head"):
-        following = int(layer) + 1 if layer else 0
-        after = f"layers.{following}.input_layernorm" if following < model.num_layers else "final_layernorm"
-        return f"layers.{layer}.post_attention_layernorm.{part}" if "attention" in module else f"{after}.{part}"
-    return f"{_MODULES[module.replace(f'.{layer}.', '.N.', 1)].replace('.N.', f'.{layer}.')}.{part}"
+    layer, number = "", 0
+    if module.startswith("layers."):
+        _, layer, module = module.split(".", 2)
+        number = int(layer) + (module == "mlp_norm")
+    if FAMILIES[model.family].encoder and module in ("embed.norm", "mlp_norm"):
+        module, layer = ("attention_norm", str(number)) if number < model.num_layers else ("final_norm", "")
+    elif FAMILIES[model.family].encoder and module == "attention_norm":
+        module = "mlp_norm"
+    return f"{f'layers.{layer}.' if layer else ''}{_MODULES[module]}.{part}"
 
 
 class Weights:
@@ -72,13 +75,11 @@ class Weights:
     def read(self, ours: str, kind: str) -> Tensor:
         """In fp32. `kind` MODEL means the masters, where it has some."""
         name = self._theirs[ours]
-        tensors = self.found.tensors[kind]
-        if kind == MODEL and name in self.found.tensors[MASTER]:
-            tensors = self.found.tensors[MASTER]
-        parts = [part.float() for part in tensors[name]()]
-        if "query_key_value." in name and self._version < 2:
+        has_master = kind == MODEL and name in self.found.tensors[MASTER]
+        parts = [part.float() for part in self.found.parts(MASTER if has_master else kind, name)]
+        if "linear_qkv." in name and self._version < 2:
             parts = [self._heads_first(part) for part in parts]
-        if FAMILIES[self.model.family].gated and "dense_h_to_4h." in name:
+        if FAMILIES[self.model.family].gated and "linear_fc1." in name:
             parts = [part.chunk(2)[".up." in ours] for part in parts]
         made = _merged(name, parts)
         if made.shape != self.shapes[ours]:
@@ -111,5 +112,5 @@ def _merged(name: str, parts: Sequence[Tensor]) -> Tensor:
 
 def model_rows(found: Found) -> int | None:
     """Of the embedding, with the padding of the vocabulary."""
-    read: Any = found.tensors[MODEL].get("word_embeddings.weight")
-    return sum(part.shape[0] for part in read()) if read else None
+    name = "word_embeddings.weight"
+    return sum(part.shape[0] for part in found.parts(MODEL, name)) if name in found.tensors[MODEL] else None
