@@ -16,7 +16,7 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import Piece
 from bloomery.base.storage import make_folder, write_atomically, writing, written_to
 from bloomery.checkpoint.folder import CHECKPOINTS
-from bloomery.checkpoint.load import read_checkpoint, saved_tensors
+from bloomery.checkpoint.load import Checkpoint, read_checkpoint, saved_tensors
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.load import as_yaml
 from bloomery.config.recipe import ModelSection, Recipe
@@ -24,7 +24,7 @@ from bloomery.data.tokenizer import Tokenizer
 from bloomery.data.tokenizer_files import FILES, read_settings, tokenizer_file
 from bloomery.interop.hf.configs import model_section
 from bloomery.interop.hf.folder import CHAT_TEMPLATE, CONFIG, HfWeights, move_all, require_empty, staged
-from bloomery.interop.hf.maps import Entry, embedding_and_head, sources_of, unused_tensors
+from bloomery.interop.hf.maps import embedding_and_head, sources_of, unused_tensors
 from bloomery.interop.hf.proof import Proof, prove_import, why_unproven
 
 _TOKENIZER_FILES = (
@@ -32,12 +32,13 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 TOKENIZER = "tokenizer"
 _RECIPE = "recipe.yaml"
-_RULE = "an import is the beginning of a run and replaces nothing"
 _WEIGHTS = ("F32", "BF16", "F16")
 _FREE = ("seq_length", "dropout")
 """Of the model: what a new training may choose. Learned positions still must fit."""
 START = Path(__file__).with_name("start.yaml")
 """What a recipe must say and a config.json does not."""
+Value = Callable[[str, tuple[int, ...]], Tensor]
+"""A tensor of a checkpoint, by its name and shape."""
 
 
 @dataclass(frozen=True)
@@ -99,20 +100,47 @@ def import_weights(
     DataError names everything in the folder that does not fit, or that the proof fails; StorageError if `output` holds
     something. After any error it is as it was.
     """
-    require_empty(output, _RULE)
     _check_tokenizer(folder, recipe.model.vocab_size)
     if recipe.model.tie_embeddings and (pair := _unequal_pair(folder, recipe.model.family)):
         rule = "a tied model has one tensor for both"
         raise DataError(Problem(pair, rule, "leave out model.tie_embeddings=true", str(folder)))
-    weights = HfWeights(folder)
-    with written_to("OUT"):
-        sources = _checked_sources(weights, recipe.model)
-        with staged(output, publish_run) as staging:
-            _copy(tokenizer_files(folder), staging / TOKENIZER)
-            checkpoint = _save(weights, sources, staging / CHECKPOINTS, recipe, state)
-            write_atomically(staging / _RECIPE, as_yaml(recipe))
-            proof = _proof(checkpoint, folder, recipe) if with_proof else Proof(False, "--no-proof")
-    return Imported(output / CHECKPOINTS / checkpoint.name, len(sources), proof)
+    sources, value = _checked_sources(HfWeights(folder), recipe.model)
+
+    def prove(checkpoint: Checkpoint) -> Proof:
+        return proven(checkpoint, folder) if with_proof else Proof(False, "--no-proof")
+
+    made, proof = begin_run(output, recipe, state, value, prove, tokenizer=tokenizer_files(folder))
+    return Imported(made, sources, proof)
+
+
+def begin_run(
+    output: Path,
+    recipe: Recipe,
+    state: Mapping[str, Any],
+    value: Value,
+    prove: Callable[[Checkpoint], Proof],
+    *,
+    tokenizer: Sequence[Path] = (),
+    step: int = 0,
+    facts: Mapping[str, Any] | None = None,
+) -> tuple[Path, Proof]:
+    """Write `output` as a run folder: the tokenizer, a checkpoint of tensors that come from elsewhere, and the recipe
+    last, by which it is a run. StorageError if it holds something. After any error it is as it was."""
+    rule = "an import is the beginning of a run folder and replaces nothing"
+    require_empty(output, rule)
+
+    def publish(staging: Path, output: Path) -> None:
+        require_empty(output, rule)  # still
+        move_all(staging, output, last=_RECIPE)
+
+    with written_to("OUT"), staged(output, publish) as staging:
+        for path in tokenizer:
+            with writing(make_folder(staging / TOKENIZER) / path.name):
+                write_atomically(staging / TOKENIZER / path.name, read_small(path, LARGE_BYTES))
+        checkpoint = _save(staging / CHECKPOINTS, recipe, state, value, step=step, facts=facts)
+        write_atomically(staging / _RECIPE, as_yaml(recipe))
+        proof = prove(read_checkpoint(checkpoint))
+    return output / CHECKPOINTS / checkpoint.name, proof
 
 
 def import_into(folder: Path, run: Path, recipe: Recipe, state: Mapping[str, Any]) -> None:
@@ -127,73 +155,57 @@ def import_into(folder: Path, run: Path, recipe: Recipe, state: Mapping[str, Any
     ]
     if problems:
         raise DataError(problems)
-    weights = HfWeights(folder)
-    sources = _checked_sources(weights, recipe.model)
+    _, value = _checked_sources(HfWeights(folder), recipe.model)
 
     def publish(staging: Path, _: Path) -> None:
         (run / CHECKPOINTS).mkdir(exist_ok=True)
         move_all(staging / CHECKPOINTS, run / CHECKPOINTS, last="")
 
     with written_to("--run-dir"), staged(run, publish) as staging:
-        _proof(_save(weights, sources, staging / CHECKPOINTS, recipe, state), folder, recipe)
+        proven(read_checkpoint(_save(staging / CHECKPOINTS, recipe, state, value)), folder)
 
 
-def _save(weights: HfWeights, sources: Sequence[Entry], root: Path, recipe: Recipe, state: Mapping[str, Any]) -> Path:
-    entries = {f"model.{each.ours}": each for each in sources}
-
-    def value(name: str, shape: tuple[int, ...]) -> Tensor:
-        found = entries.get(name)
-        return torch.zeros(shape) if found is None else found.loaded(weights.read).to(torch.float32)
-
-    with doing(f"converting the weights of {weights.folder}"):
-        return save_tensors(root, recipe, state, value, step=0)
-
-
-def save_tensors(
+def _save(
     root: Path,
     recipe: Recipe,
     state: Mapping[str, Any],
-    value: Callable[[str, tuple[int, ...]], Tensor],
+    value: Value,
     *,
-    step: int,
+    step: int = 0,
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A checkpoint of tensors that come from elsewhere, one at a time, by name and shape."""
+    """One tensor at a time."""
     shapes = {name: shape for name, (_, shape) in saved_tensors(recipe.model)}
     with torch.device("meta"):
         pieces = {name: Piece.whole(torch.empty(shape)) for name, shape in shapes.items()}
-    return save_checkpoint(
-        root,
-        step=step,
-        pieces=pieces,
-        state=state,
-        recipe_yaml=as_yaml(recipe),
-        facts=facts,
-        values=lambda name: value(name, shapes[name]),
-    )
+    with doing("converting the weights"):
+        return save_checkpoint(
+            root,
+            step=step,
+            pieces=pieces,
+            state=state,
+            recipe_yaml=as_yaml(recipe),
+            facts=facts,
+            values=lambda name: value(name, shapes[name]),
+        )
 
 
-def _proof(checkpoint: Path, folder: Path, recipe: Recipe) -> Proof:
+def proven(checkpoint: Checkpoint, folder: Path) -> Proof:
     """DataError if transformers computes something else; there are folders that only we can read."""
-    reason = why_unproven(recipe)
+    if reason := why_unproven(checkpoint.recipe):
+        return Proof(False, reason)
     try:
         with doing("verifying the import with transformers"):
-            proof = Proof(False, reason) if reason else prove_import(read_checkpoint(checkpoint), folder)
+            proof = prove_import(checkpoint, folder)
     except DataError:
         raise
     except Exception as error:  # whatever transformers may raise
         return Proof(False, f"transformers cannot load or run the folder: {type(error).__name__}: {error}")
-    if proof.limit is not None and not proof.proven:
+    if not proof.proven:
         rule = "its logits and its loss must be ours to rounding"
         remedy = "remove overrides of `model`, or report it as a bug; --no-proof imports it as it is"
         raise DataError(Problem(f"transformers computes something else: {proof}", rule, remedy, str(folder)))
     return proof
-
-
-def publish_run(staging: Path, output: Path) -> None:
-    """With the recipe, by which the folder is a run, last."""
-    require_empty(output, _RULE)  # still
-    move_all(staging, output, last=_RECIPE)
 
 
 def _check_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -208,7 +220,9 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
         raise DataError([*error.problems, Problem(f"the tokenizer of {folder} cannot be used", "", remedy)]) from error
 
 
-def _checked_sources(weights: HfWeights, config: ModelSection) -> list[Entry]:
+def _checked_sources(weights: HfWeights, config: ModelSection) -> tuple[int, Value]:
+    """How many parameters there are, and what gives each tensor of a checkpoint: moments are zero."""
+
     def refuse(wrong: Sequence[str], what: str, rule: str, remedy: str) -> None:
         if wrong:
             text = f"{len(wrong)} {what}: {', '.join(wrong[:5])}"
@@ -225,12 +239,10 @@ def _checked_sources(weights: HfWeights, config: ModelSection) -> list[Entry]:
     infinite = [key for key in keys if not bool(weights.read(key).isfinite().all())]
     rule = "a model with NaN or infinity computes nothing, and no training repairs it"
     refuse(infinite, "tensors hold values that are not finite", rule, "import a model that has not diverged")
-    return sources
+    entries = {f"model.{each.ours}": each for each in sources}
 
+    def value(name: str, shape: tuple[int, ...]) -> Tensor:
+        found = entries.get(name)
+        return torch.zeros(shape) if found is None else found.loaded(weights.read).to(torch.float32)
 
-def _copy(files: Sequence[Path], place: Path) -> None:
-    if files:
-        make_folder(place)
-    for path in files:
-        with writing(place / path.name):
-            write_atomically(place / path.name, read_small(path, LARGE_BYTES))
+    return len(entries), value

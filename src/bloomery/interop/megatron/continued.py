@@ -13,16 +13,13 @@ from torch import Tensor
 
 from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem, RecipeError
-from bloomery.base.storage import write_atomically, written_to
-from bloomery.checkpoint.folder import CHECKPOINTS
-from bloomery.checkpoint.load import load_model, read_checkpoint
-from bloomery.config.load import COMMAND_LINE, Places, apply_override, as_dict, as_yaml, load_recipe, validated
+from bloomery.checkpoint.load import Checkpoint, load_model
+from bloomery.config.load import COMMAND_LINE, Places, apply_override, as_dict, load_recipe, validated
 from bloomery.config.recipe import Recipe
 from bloomery.data.blend import TimelessBlend
 from bloomery.families.registry import FAMILIES
-from bloomery.interop.hf.folder import require_empty, staged
-from bloomery.interop.hf.importer import publish_run, save_tensors
-from bloomery.interop.hf.proof import Proof, prove_import
+from bloomery.interop.hf.importer import begin_run, proven
+from bloomery.interop.hf.proof import Proof
 from bloomery.interop.megatron.checkpoint import MODEL, MOMENTS, Found
 from bloomery.interop.megatron.data import fill_data
 from bloomery.interop.megatron.flags import MAPPED, OTHERS, POST_NORM, REFUSED, CommandLine, Given, kind_of
@@ -40,7 +37,6 @@ _NEGATED = {
 }
 _POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi"}
 """An enumeration of BigScience's."""
-_RULE = "an import is the beginning of a run folder and replaces nothing"
 
 
 @dataclass
@@ -170,7 +166,6 @@ def import_checkpoint(
     found: Found, output: Path, done: Continued, state: Mapping[str, Any], compare: Path | None
 ) -> tuple[Path, str]:
     """Write `output` as a run folder; the checkpoint, and how it was proven. After any error `output` is as it was."""
-    require_empty(output, _RULE)
     weights = Weights(found, done.recipe.model)
 
     with doing(f"checking the weights of {found.folder}"):
@@ -186,28 +181,21 @@ def import_checkpoint(
         ours, _, moment = ours.rpartition(".")
         return weights.read(ours, moment) if done.has_moments else torch.zeros(shape)
 
-    converting = doing(f"converting the weights of {found.folder}")
-    with written_to("OUT"), staged(output, publish_run) as staging, converting:
-        tokens = {"consumed_samples": done.consumed_samples, "consumed_tokens": done.tokens}
-        checkpoint = save_tensors(staging / CHECKPOINTS, done.recipe, state, value, step=done.step, facts=tokens)
-        write_atomically(staging / "recipe.yaml", as_yaml(done.recipe))
-        proof = _proof(checkpoint, done.recipe, compare)
-    return output / CHECKPOINTS / checkpoint.name, proof
+    def prove(checkpoint: Checkpoint) -> Proof:
+        proof = _finite(checkpoint) if compare is None else proven(checkpoint, compare)
+        if compare is not None and not proof.proven:
+            raise DataError(Problem(str(proof), "--compare-hf asks for a proof", place=str(compare)))
+        return proof
+
+    tokens = {"consumed_samples": done.consumed_samples, "consumed_tokens": done.tokens}
+    made, proof = begin_run(output, done.recipe, state, value, prove, step=done.step, facts=tokens)
+    return made, str(proof)
 
 
 @torch.no_grad()
-def _proof(checkpoint: Path, recipe: Recipe, compare: Path | None) -> str:
-    saved = read_checkpoint(checkpoint)
-    if compare is None:
-        model = load_model(saved, device=torch.device("cpu"))
-        tokens = torch.randint(recipe.model.vocab_size, (1, recipe.model.seq_length))
-        made = model(tokens)
-        logits = made[0] if isinstance(made, tuple) else made
-        if not bool(logits.isfinite().all()):
-            raise DataError(Problem("the model computes logits that are not finite", remedy="import an earlier one"))
-        return "not verified: its logits are finite; name its Hugging Face conversion with --compare-hf to prove it"
-    proof: Proof = prove_import(saved, compare)
-    if not proof.proven:
-        rule = "its logits and its loss must be ours to rounding"
-        raise DataError(Problem(f"transformers computes something else: {proof}", rule, "", str(compare)))
-    return str(proof)
+def _finite(checkpoint: Checkpoint) -> Proof:
+    config = checkpoint.recipe.model
+    made = load_model(checkpoint, device=torch.device("cpu"))(torch.randint(config.vocab_size, (1, config.seq_length)))
+    if not bool((made[0] if isinstance(made, tuple) else made).isfinite().all()):
+        raise DataError(Problem("the model computes logits that are not finite", remedy="import an earlier one"))
+    return Proof(False, "its logits are finite; name its Hugging Face conversion with --compare-hf to prove it")
