@@ -296,8 +296,8 @@ def test_missing_flags_other_programs_and_sizes_beyond_reason_are_refused(tmp_pa
 @pytest.mark.parametrize("values", [[], [""], ["-1"], ["9" * 5000], ["1", "1", "1e18"], ["$X"]], ids=range(6))
 def test_no_value_of_a_flag_is_a_traceback(values: list[str]) -> None:
     problems = []
-    mapped = [name for name in OTHERS[0][2].split() if name != "deepspeed"]
-    for name in [*mapped, *REFUSED[0][1].split()]:
+    mapped = [name for name in OTHERS[0][2] if name != "deepspeed"]
+    for name in [*mapped, *next(iter(REFUSED.values()))]:
         try:
             import_megatron([*SMALL, "--fp16", "--data-path", "a", f"--{name}", *values])
         except RecipeError as error:
@@ -309,10 +309,10 @@ def test_no_value_of_a_flag_is_a_traceback(values: list[str]) -> None:
 
 
 def test_every_flag_of_the_table_is_understood_or_refused() -> None:
-    for why, names in REFUSED:
+    for why, names in REFUSED.items():
         for name in {name.partition("=")[0] for name in names.split() if ":" not in name}:
             assert f" is set. {why[:1].upper()}{why[1:]}" in refused(f"--{name}", "7").replace(" 7 ", " ")
-    names = [name for *_, names in OTHERS[1:] for name in names.split() if not set("*?:") & set(name)]
+    names = [name for *_, names in OTHERS[1:] for name in names if not set("*?:") & set(name)]
     others = [name for name in names if name not in ("eval-interval", "eval-iters")]
     done = import_megatron([*SMALL, *(f"--{name}" for name in others)])
     assert len(others) > 60
@@ -321,7 +321,7 @@ def test_every_flag_of_the_table_is_understood_or_refused() -> None:
 
 
 def test_what_the_table_says_of_this_program_is_so() -> None:
-    fields, remarks = all_fields(), [remark for _, remark, _ in OTHERS] + [why for why, _ in REFUSED]
+    fields, remarks = all_fields(), [remark for _, remark, _ in OTHERS] + [*REFUSED]
     assert {path for table in FIELDS.values() for _, path, *_ in table} <= fields.keys()
     named = {word for remark in remarks for word in re.findall(r"[a-z_]+\.[a-z_]+", remark) if "json" not in word}
     assert named - {"monitor.carbon"} <= {path.replace("from_", "from") for path in fields}

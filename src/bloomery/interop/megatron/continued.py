@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,13 +21,14 @@ from bloomery.interop.hf.importer import begin_run, proven
 from bloomery.interop.hf.proof import Proof
 from bloomery.interop.megatron.checkpoint import MODEL, MOMENTS, Found
 from bloomery.interop.megatron.data import fill_data
-from bloomery.interop.megatron.flags import MAPPED, OTHERS, POST_NORM, REFUSED, CommandLine, Given, kind_of
+from bloomery.interop.megatron.flags import MAPPED, POST_NORM, READ, REFUSED, CommandLine, Given, kind_of
 from bloomery.interop.megatron.recipe import Builder, fill
 from bloomery.interop.megatron.weights import Weights, model_rows
 from bloomery.sizing.check import check, source_key
 from bloomery.sizing.schedule import History, Stretch, TrainingPlan
 
-_READ = {*MAPPED, *re.sub(r"=\S+", "", f"{OTHERS[0][2]} {REFUSED[0][1]} {REFUSED[1][1]}").split()}
+_OTHER_MODELS = [word.partition("=")[0] for words in [*REFUSED.values()][:2] for word in words]
+_READ = {*READ, *_OTHER_MODELS}
 """Arguments that decide the recipe, or a model that is none of ours."""
 _NEGATED = {
     "add_bias_linear": "disable-bias-linear",

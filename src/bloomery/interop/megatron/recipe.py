@@ -115,7 +115,8 @@ class Builder:
 
     def fill(self, which: str, otherwise: Any = None) -> None:
         """Set the fields of one of the tables. `otherwise`: a default that the table lacks."""
-        for names, path, kind, default in FIELDS[which]:
+        for names, path, kind, *rest in FIELDS[which]:
+            default = rest[0] if rest else None
             made = [(name, _CONVERTERS[kind](self, name)) for name in names.split() if self.has(name)]
             found = [(name, value) for name, value in made if value is not None]
             for name, value in found[1:]:
@@ -123,10 +124,10 @@ class Builder:
                     one, other = self.line.flags[name], self.line.flags[found[0][0]]
                     what = f"{one.flag} is {one.text} but {other.flag} is {other.text}"
                     self.refuse(name, what, "they mean the same, so they must agree", "make them equal")
-            if not found and default is REQUIRED:
+            if not found and default == REQUIRED:
                 flag, rule = names.split()[0], "Megatron needs it, or takes a value that depends on the machines"
                 self.refuse("", f"--{flag} is missing", rule, f"add --{flag} VALUE")
-            without = 1 if default is REQUIRED else otherwise if default is None else default
+            without = 1 if default == REQUIRED else otherwise if default is None else default
             value = found[0][1] if found else without
             if value is not None:
                 self.put(path, value, *(name for name, _ in found))
@@ -202,8 +203,8 @@ _CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
     "steps": lambda b, name: f"{b.value(name, 1)} steps",
     "seconds": lambda b, name: f"{b.value(name, 1)}s",
     "phases": lambda b, name: [{"every": f"{every} steps"}] if (every := b.value(name, 0)) else None,
-    "true": lambda b, name: True,
-    "false": lambda b, name: False,
+    "set": lambda b, name: True,
+    "unset": lambda b, name: False,
     "bool": lambda b, name: {"true": True, "false": False}.get(text := b.line.flags[name].text, text),
     "optimizer": lambda b, name: {"adam": "adamw", "fusedadamw": "adamw"}.get(found := b.value(name, ""), found),
     "recompute": lambda b, name: (
@@ -222,7 +223,7 @@ _CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
 
 def fill(b: Builder) -> None:
     """Every section but `data`; problems and rows are in the builder."""
-    b.fill("")
+    b.fill("always")
     _model(b)
     _tokenizer(b)
     _optimizer(b)
