@@ -1,4 +1,4 @@
-"""The table of flags of Megatron-LM and Megatron-DeepSpeed (flags.yaml), and a command line split into flags and values.
+"""The flags of Megatron-LM and Megatron-DeepSpeed (flags.yaml), and a command line split into flags and values.
 A flag that is not in the table is `not understood`."""
 
 import fnmatch
