@@ -100,7 +100,7 @@ def run_hf(args: argparse.Namespace) -> int:
     from bloomery.sizing.parameters import count_parameters
 
     folder = Path(local_folder(args.folder, weights=True))
-    model, warnings = read_model(folder)
+    model = read_model(folder)
     begins = {
         "from": str(args.output / CHECKPOINTS / step_name(0))
     }  # also where the recipe is trained in another folder
@@ -108,7 +108,7 @@ def run_hf(args: argparse.Namespace) -> int:
     if tokenizer_files(folder):
         found.append(f"tokenizer={json.dumps({'path': str(args.output / TOKENIZER)})}")
     checked = load_checked_recipe(args.recipe or str(START), [*found, *args.overrides])
-    warn(*warnings, *checked.warnings)
+    warn(*checked.warnings)
     done = import_weights(
         folder, args.output, checked.recipe, _untrained(folder, args.folder), with_proof=not args.no_proof
     )

@@ -186,8 +186,7 @@ def _from_model(folder: Path, given: str, name: str, place: str, path: Path) -> 
     from bloomery.config.yaml_nodes import dump_yaml
     from bloomery.interop.hf.importer import read_model, tokenizer_files
 
-    model, warnings = read_model(folder)
-    warn(*warnings)
+    model = read_model(folder)
     found: dict[str, Any] = {"name": name, "init": {"from": given}, "model": model}
     if tokenizer_files(folder):
         found["tokenizer"] = {"path": given}

@@ -48,9 +48,8 @@ class Imported:
     proof: Proof
 
 
-def read_model(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """The model of a Hugging Face folder as `model` of a recipe, and warnings. DataError lists everything that is not
-    supported."""
+def read_model(folder: Path) -> dict[str, Any]:
+    """The model of a Hugging Face folder as `model` of a recipe. DataError lists everything that is not supported."""
     path = folder / CONFIG
     try:
         content = read_json(path)
@@ -59,23 +58,7 @@ def read_model(folder: Path) -> tuple[dict[str, Any], list[str]]:
     except (OSError, ValueError) as error:
         rule = "a Hugging Face folder has config.json and *.safetensors"
         raise DataError(Problem(f"{path} cannot be read: {error}", rule, "name another folder")) from error
-    section = model_section(content, str(path))
-    if section["tie_embeddings"] and (pair := _unequal_pair(folder, section["family"])):
-        # As transformers 5 loads all families; 4 dropped the head.
-        warning = f"{path}: tie_word_embeddings is true, but {pair}: both are kept, and model.tie_embeddings is false"
-        return {**section, "tie_embeddings": False}, [warning]
-    return section, []
-
-
-def _unequal_pair(folder: Path, family: str) -> str:
-    """What a head of its own is, in a folder that says it is the embedding; empty if there is none."""
-    weights = HfWeights(folder)
-    pair = embedding_and_head(weights.shapes, family)
-    if pair is None or not {weights.dtypes[key] for key in pair} <= {*_WEIGHTS}:
-        return ""
-    embedding, head = (weights.read(key) for key in pair)
-    is_same = embedding.shape == head.shape and bool((embedding == head).all())
-    return "" if is_same else f"{pair[1]} differs from {pair[0]}"
+    return model_section(content, str(path))
 
 
 def origin_of(folder: Path, name: str) -> dict[str, str]:
@@ -101,9 +84,6 @@ def import_weights(
     something. After any error it is as it was.
     """
     _check_tokenizer(folder, recipe.model.vocab_size)
-    if recipe.model.tie_embeddings and (pair := _unequal_pair(folder, recipe.model.family)):
-        rule = "a tied model has one tensor for both"
-        raise DataError(Problem(pair, rule, "leave out model.tie_embeddings=true", str(folder)))
     sources, value = _checked_sources(HfWeights(folder), recipe.model)
 
     def prove(checkpoint: Checkpoint) -> Proof:
@@ -146,11 +126,10 @@ def begin_run(
 def import_into(folder: Path, run: Path, recipe: Recipe, state: Mapping[str, Any]) -> None:
     """Only checkpoints/step-00000000, for a run whose recipe begins with this folder. DataError names every field of
     the recipe's model that is not the folder's."""
-    section, _ = read_model(folder)
     ours = recipe.model.model_dump()
     problems = [
         Problem(f"model.{name} is {ours[name]} but {folder} has {value}", "", f"use model.{name}={json.dumps(value)}")
-        for name, value in section.items()
+        for name, value in read_model(folder).items()
         if name not in _FREE and ours[name] != value
     ]
     if problems:
@@ -239,6 +218,12 @@ def _checked_sources(weights: HfWeights, config: ModelSection) -> tuple[int, Val
     infinite = [key for key in keys if not bool(weights.read(key).isfinite().all())]
     rule = "a model with NaN or infinity computes nothing, and no training repairs it"
     refuse(infinite, "tensors hold values that are not finite", rule, "import a model that has not diverged")
+    if config.tie_embeddings and (pair := embedding_and_head(weights.shapes, config.family)):
+        embedding, head = (weights.read(key) for key in pair)
+        if embedding.shape != head.shape or not bool((embedding == head).all()):
+            what, rule = f"{pair[1]} differs from {pair[0]}", "a tied model has one tensor for both"
+            remedy = 'say "tie_word_embeddings": false in its config.json, as transformers 5 computes'
+            raise DataError(Problem(what, rule, remedy, str(weights.folder)))
     entries = {f"model.{each.ours}": each for each in sources}
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
