@@ -10,9 +10,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from bloomery.base.units import format_bytes
 # Some CPUs have no bf16 matrix units; torch says so with a page of C++ frames and then does the right thing.
 warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
 
-POWERCAP = Path("/sys/class/powercap")
 _DRIVER = Path("/proc/driver/nvidia/version")
 NO_SENSOR = "no sensor"
 
@@ -190,44 +188,12 @@ def available_host_bytes(meminfo: str = "/proc/meminfo") -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
 
 
-@dataclass(frozen=True)
-class Sensor:
-    """What counts energy. How a run adds it up is in monitor/meters.py."""
+class Sensor(NamedTuple):
+    """What counts the energy of one device. How a run adds it up is in monitor/meters.py."""
 
     name: str
-    """What it is and what it counts, for people."""
-    shared: bool
-    """Whether it counts for all ranks of this machine at once."""
     joules: Callable[[], float]
     """Counted since some beginning; never falls. OSError if it cannot be read."""
-
-
-def find_rapl(root: Path | None = None) -> Sensor | str:
-    """The counters of this machine's processor packages and their memory (Linux powercap), whoever uses them, or why
-    there are none to read."""
-    # Zones of zones hold cores and graphics, which the package counts already, and dram, which it does not. A zone
-    # `psys` and the driver intel-rapl-mmio count what the packages count, once more.
-    try:
-        named = {zone: (zone / "name").read_text().strip() for zone in (root or POWERCAP).glob("intel-rapl:*")}
-        zones = {zone: name for zone, name in named.items() if name == "dram" or name.startswith("package")}
-        ranges = {zone: int((zone / "max_energy_range_uj").read_text()) for zone in zones}
-        last = {zone: _counter(zone) for zone in zones}
-    except (OSError, ValueError) as error:
-        return f"{NO_SENSOR} that may be read: {error}"
-    total_uj = 0
-
-    def joules() -> float:
-        nonlocal total_uj
-        for zone, before in last.items():
-            last[zone] = now = _counter(zone)
-            total_uj += now - before + ranges[zone] * (now < before)  # one that has come round begins at zero again
-        return total_uj / 1e6
-
-    return Sensor(f"RAPL ({', '.join(sorted(zones.values()))})", True, joules) if zones else NO_SENSOR
-
-
-def _counter(zone: Path) -> int:
-    return int((zone / "energy_uj").read_text())
 
 
 def nvml_sensor(nvml: Any, handle: Any) -> Sensor:
@@ -239,13 +205,11 @@ def nvml_sensor(nvml: Any, handle: Any) -> Sensor:
         except nvml.NVMLError as error:
             raise OSError(f"NVML: {error}") from error
 
-    return Sensor("NVML", False, joules)
+    return Sensor("NVML", joules)
 
 
 def energy_sensor(device: torch.device) -> Sensor | str:
-    """What counts the energy of this device, or why nothing does. For a CPU the counters of the whole machine."""
-    if device.type == "cpu":
-        return find_rapl()
+    """What counts the energy of this device, or why nothing does. Of CPUs `monitor.carbon` has an estimate."""
     if device.type != "cuda" or torch.version.cuda is None:
         return f"{NO_SENSOR} is known for {device_name(device)}"
     try:

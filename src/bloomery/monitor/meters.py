@@ -164,13 +164,11 @@ class IntervalMeter:
 class EnergyMeter:
     """What this rank has used in this job. Read at every step, and so before a counter wraps around."""
 
-    def __init__(
-        self, sensor: Sensor | None = None, *, covers: int = 1, counted_by: str = "", before: Energy | None = None
-    ) -> None:
-        """`covers`: how many ranks the sensor counts for. `counted_by`: in words, what measures the run. `before`: what
-        earlier jobs of the run have spent, on all ranks."""
+    def __init__(self, sensor: Sensor | None = None, *, counted_by: str = "", before: Energy | None = None) -> None:
+        """`counted_by`: in words, what measures the run. `before`: what earlier jobs of the run have spent, on all
+        ranks."""
         self.counted_by, self.before = counted_by, before or Energy()
-        self._sensor, self._covers = sensor, covers
+        self._sensor = sensor
         self._started = self._read_at = time.monotonic()
         self._first = self._last = 0.0
         self.own(fresh=True)
@@ -185,8 +183,7 @@ class EnergyMeter:
                 self._last, self._read_at = self._sensor.joules(), now
             except (OSError, ValueError):
                 self._sensor = None
-        measured_seconds = self._covers * (self._read_at - self._started)
-        return Energy(self._last - self._first, measured_seconds, now - self._started)
+        return Energy(self._last - self._first, self._read_at - self._started, now - self._started)
 
     def total(self, ranks: Ranks, *, fresh: bool = False) -> Energy:
         """What all ranks and jobs have spent so far. Collective."""
@@ -194,18 +191,15 @@ class EnergyMeter:
 
 
 def start_meter(sensor: Sensor | str, metrics: Path, known: Sequence[Energy], ranks: Ranks) -> EnergyMeter:
-    """This rank's meter. Of ranks that share a sensor the first one reads it. Collective.
+    """This rank's meter. Collective.
 
     `sensor`: of this rank's device, or why it has none. `known`: what checkpoint and ledger say that earlier jobs of
     the run have spent; the records in `metrics` may know more. The checkpoint may have come from another machine. All
     sums only grow, so the largest one counts."""
-    name, is_shared = (sensor, False) if isinstance(sensor, str) else (sensor.name, sensor.shared)
-    found = ranks.gather((machine(), name))
-    here = [rank for rank, (machine, _) in enumerate(found) if machine == found[ranks.rank][0]]
-    words = "; ".join(dict.fromkeys(name for _, name in found))
+    found = ranks.gather(sensor if isinstance(sensor, str) else sensor.name)
     spent = max([*known, *_logged(metrics)], key=Energy.order) if ranks.rank == 0 else None
-    own = None if isinstance(sensor, str) or (is_shared and ranks.rank != here[0]) else sensor
-    return EnergyMeter(own, covers=len(here) if is_shared else 1, counted_by=words, before=ranks.broadcast(spent))
+    own = None if isinstance(sensor, str) else sensor
+    return EnergyMeter(own, counted_by="; ".join(dict.fromkeys(found)), before=ranks.broadcast(spent))
 
 
 def _logged(metrics: Path) -> list[Energy]:
