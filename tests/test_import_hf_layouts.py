@@ -77,10 +77,11 @@ def test_a_head_that_differs_from_the_embedding_is_never_dropped(
     assert code == 3
     assert f"{head_of(family)} differs from " in err
     assert not (tmp_path / "run").exists()
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    imported(command, folder, tmp_path / "run")
-    assert not is_tied(tmp_path / "run")
+    if family != "bert":  # whose head then wants a bias of its own as well
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+        imported(command, folder, tmp_path / "run")
+        assert not is_tied(tmp_path / "run")
 
 
 def test_the_bias_that_bert_computes_with_is_taken(tmp_path: Path, command: Command) -> None:
