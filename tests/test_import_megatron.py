@@ -181,7 +181,6 @@ MAPPED = f"""
 --lr-warmup-fraction .015 -> lr: {{warmup: 12 samples, decay: 100 steps}}
 --lr-decay-tokens 12800 --lr-warmup-fraction .1 --lr-decay-iters 50 -> lr: {{warmup: 40 samples, decay: 12800 tokens}}
 --lr-warmup-tokens 2560 --lr-warmup-iters 5 -> lr: {{warmup: 2560 tokens}}
---profile --profile-step-end 15 -> monitor: {{profile: {{wait: 9, warmup: 1, active: 5, repeat: 1}}}}
 --wandb-project ours -> monitor: {{wandb: ours}}
 --save-interval 5 -> checkpoint: {{phases: [{{every: 5 steps}}]}}
 --data-path 0.3 a 0.7 b -> data: {{train: [{{path: a, weight: 0.3}}, {{path: b, weight: 0.7}}], split: '969,30,1'}}
@@ -234,7 +233,7 @@ REPORTED = """
 --fp8-margin 1 --fp8-hybrid -> differs
 --log-num-zeros-in-grad -> not needed
 --log-timers-to-tensorboard -> not needed
---profile-step-end 5 -> not needed
+--profile-step-end 5 -> left out
 --test-data-path a -> left out
 """
 

@@ -230,17 +230,6 @@ def fill(b: Builder) -> None:
     _schedule(b)
     _length(b)
     _precision(b)
-    if b.has("profile"):  # as its profiler counts: from the step before on, once
-        start, stop = b.value("profile-step-start", 10), b.value("profile-step-end", 12)
-        given = b.line.flags.get("profile-ranks")
-        steps: dict[str, Any] = {
-            "wait": max(start - 1, 0),
-            "warmup": int(start > 0),
-            "active": stop - start,
-            "repeat": 1,
-        }
-        steps["ranks"] = [b.convert(given, text, 0) for text in given.values] if given else [0]
-        b.put("monitor.profile", steps, "profile", "profile-step-start", "profile-step-end", "profile-ranks")
     if b.raw["parallel"].get("chunks", 1) > 1:
         b.put("parallel.schedule", "interleaved", "num-layers-per-virtual-pipeline-stage")
     if b.deepspeed:  # its bf16 optimizer shards the optimizer state at stage 0
