@@ -86,8 +86,8 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-def in_time(seconds: float, function: Callable[[], T]) -> T:
-    """What a function returns. TimeoutError if it does not: its thread is left behind."""
+def in_background(function: Callable[[], T]) -> Future[T]:
+    """What a thread makes of it, which a process that ends does not wait for, as it would for those of a pool."""
     answer: Future[T] = Future()
 
     def call() -> None:
@@ -97,7 +97,12 @@ def in_time(seconds: float, function: Callable[[], T]) -> T:
             answer.set_exception(error)
 
     Thread(target=call, daemon=True).start()
-    return answer.result(seconds)
+    return answer
+
+
+def in_time(seconds: float, function: Callable[[], T]) -> T:
+    """What a function returns. TimeoutError if it does not: its thread is left behind."""
+    return in_background(function).result(seconds)
 
 
 def wrong_fields(error: ValidationError) -> str:

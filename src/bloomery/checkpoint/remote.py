@@ -9,12 +9,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bloomery.base.bounded import LARGE_BYTES, in_time, read_small
+from bloomery.base.bounded import LARGE_BYTES, in_background, in_time, read_small
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.base.ranks import ALONE, Ranks, agreed, first_rank_does
 from bloomery.base.storage import own_folder, remove_tree
@@ -325,22 +326,16 @@ def _publish(staging: Path, final: Path) -> str:
 
 
 def _at_once(function: Callable[[str], None], files: Collection[str]) -> None:
-    """For some files at a time; raises the first error. A process ends without waiting for a store that hangs, as it
-    would for the threads of a pool."""
-    waiting, errors = iter([*files]), list[BaseException]()
+    """For some files at a time; raises the first error."""
+    waiting = iter([*files])
 
     def work() -> None:
         try:
             for file in waiting:  # of a list: each goes to one thread
-                if not errors:
-                    function(file)
-        except BaseException as error:
-            errors.append(error)
+                function(file)
+        finally:
+            list(waiting)  # after an error no other begins a file
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_FILES_AT_A_TIME, len(files)))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    if errors:
-        raise errors[0]
+    found = [in_background(work) for _ in range(min(_FILES_AT_A_TIME, len(files)))]
+    for each in wait(found).done:
+        each.result()

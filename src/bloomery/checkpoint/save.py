@@ -23,7 +23,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +33,7 @@ from torch import Tensor
 
 import bloomery
 from bloomery.base.accelerator import CopyQueue, host_memory
+from bloomery.base.bounded import in_background
 from bloomery.base.errors import BloomeryError, Problem, StorageError
 from bloomery.base.ranks import ALONE, Piece, Ranks
 from bloomery.base.signals import PULSE
@@ -448,25 +448,19 @@ class HostSnapshot:
         self.layout = FileLayout.of(tensors)
         self.queue = CopyQueue(device)
         self._tensors, self._device = tensors, device
-        self._allocated: Future[list[Tensor]] = Future()
+        self._allocated = in_background(self._allocate)
         if device.type == "cpu":
-            self._allocate()
-        else:  # a daemon: nobody who leaves waits for it
-            threading.Thread(target=self._allocate, name="bloomery-pin", daemon=True).start()
-        self.check()
+            self._allocated.result()
 
     def check(self) -> None:
         """Raise what kept the memory from being allocated, once that is known."""
         if self._allocated.done():
             self._allocated.result()
 
-    def _allocate(self) -> None:
+    def _allocate(self) -> list[Tensor]:
         starts = range(0, self.layout.data_bytes, _HOST_BLOCK_BYTES)
         sizes = [min(_HOST_BLOCK_BYTES, self.layout.data_bytes - start) for start in starts]
-        try:
-            self._allocated.set_result([host_memory(size, self._device) for size in sizes])
-        except Exception as error:
-            self._allocated.set_exception(error)
+        return [host_memory(size, self._device) for size in sizes]
 
     @cached_property
     def _copies(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -6,9 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -16,6 +14,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from bloomery.base.bounded import in_background
 from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.hub import local_folder
@@ -41,18 +40,18 @@ def is_other_tokenizer(remembered: str, now: str) -> bool:
 def in_time(work: Callable[[], T], characters: int, place: str) -> T:
     """What `work`, a call of a library that encodes, returns. DataError if it fails or takes too long: a
     thread cannot be ended, so it is left to itself then."""
-    outcome: Future[T] = Future()
 
-    def run() -> None:
+    def run() -> T:
         try:
-            outcome.set_result(work())
+            return work()
+        except MemoryError:
+            raise
         except BaseException as error:  # a panic of Rust is no Exception
-            outcome.set_exception(error if isinstance(error, MemoryError) else RuntimeError(str(error)))
+            raise RuntimeError(str(error)) from error
 
-    threading.Thread(target=run, name="bloomery-tokenize", daemon=True).start()
     seconds = LEAST_SECONDS + characters / LEAST_CHARACTERS_PER_SECOND
     try:
-        return outcome.result(seconds)
+        return in_background(run).result(seconds)
     except (RuntimeError, TimeoutError) as error:
         late = f"has not done {characters:,} characters in {seconds:,.0f} s"
         what = late if isinstance(error, TimeoutError) else f"fails at a text: {error}"
