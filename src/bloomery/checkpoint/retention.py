@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bloomery.base.errors import DataError
 from bloomery.base.storage import make_folder, own_folder, sweep_folder, written_to
@@ -22,6 +22,9 @@ from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import SUSPICIOUS, Writer, read_manifest
 from bloomery.config.recipe import KeepSection, LocalTierSection
 from bloomery.sizing.schedule import kept_steps
+
+if TYPE_CHECKING:
+    from bloomery.checkpoint.remote import Uploader
 
 
 @dataclass(frozen=True)
@@ -59,19 +62,12 @@ def sweep_parts(parts_root: Path, root: Path, *, spare: tuple[str, ...] = ()) ->
     sweep_folder(parts_root, lambda name: not name.startswith(kept) and not name.endswith(spare))
 
 
-class Uploads(Protocol):
-    """The part of `remote.Uploader` that retention needs."""
-
-    def offer(self, folder: Path, *, final: bool = False) -> bool: ...
-    def protected(self) -> set[int]: ...
-
-
 @dataclass(frozen=True)
 class Retention:
     """What one save deletes in its tier, and who uploads the new checkpoint."""
 
     tier: Tier
-    uploader: Uploads | None = None
+    uploader: Uploader | None = None
     known: int | None = None
     """The step that this job has loaded or saved last. Without one nothing is deleted to make room."""
     is_good: Callable[[int], bool] | None = None
