@@ -72,29 +72,30 @@ def nodes(workshop: Workshop) -> Nodes:
 
 
 def test_nodes_with_disks_of_their_own_go_on_from_them(nodes: Nodes) -> None:
-    """A rank needs what a rank of the other node has written: the number of updates."""
-    layout = (*DP, "parallel.pp=2")
-    assert nodes.train(*layout, "train.exit_after=6 steps") == exit_codes.OK, nodes.said()
+    """A rank needs what the rank of the other node has written: the number of updates."""
+    train = partial(nodes.train, "launch={on: local, gpus_per_node: 2}", "parallel.pp=2", size=2)
+    assert train("train.exit_after=6 steps") == exit_codes.OK, nodes.said()
     for node in (0, 1):
-        assert {int(name[-17:-12]) // 2 for name in nodes.files(node)} <= {node}, "each node keeps its ranks' files"
+        assert {int(name[-17:-12]) for name in nodes.files(node)} == {node}, "each node keeps its rank's files"
         assert {name[:13] for name in nodes.files(node)} <= {"step-00000005", "step-00000006"}, "older ones are swept"
     nodes.kill_after(4)
-    assert nodes.train(*layout, "train.exit_after=3 steps") == exit_codes.OK, nodes.said()
+    assert train("train.exit_after=3 steps") == exit_codes.OK, nodes.said()
     assert nodes.workshop.events(nodes.run, "start")[1]["resumed_from"] == "step-00000006"
-    assert nodes.train(*layout, "train.exit_after=9 steps", run="whole") == exit_codes.OK
+    assert train("train.exit_after=9 steps", run="whole") == exit_codes.OK
     assert_same_tensors(nodes.run, nodes.workshop.folder / "whole")
 
 
-def test_another_number_of_ranks_goes_on_from_the_disks_of_all_nodes(nodes: Nodes) -> None:
+def test_the_disks_of_all_nodes_are_used_by_other_ranks_unless_files_there_are_damaged_or_lost(nodes: Nodes) -> None:
     assert nodes.train(*DP, "train.exit_after=6 steps") == exit_codes.OK, nodes.said()
     nodes.kill_after(4)
+    kept = {place: place.with_name(f"{place.name}-kept") for place in (nodes.run, *nodes.disks)}
+    for place, copy in kept.items():
+        shutil.copytree(place, copy, symlinks=True)
     assert nodes.train("train.exit_after=1 steps", size=2) == exit_codes.OK, nodes.said()
     assert nodes.workshop.events(nodes.run, "start")[1]["resumed_from"] == "step-00000006"
-
-
-def test_damaged_and_lost_files_of_one_node_mean_the_run_folder(nodes: Nodes) -> None:
-    assert nodes.train(*DP, "train.exit_after=6 steps") == exit_codes.OK, nodes.said()
-    nodes.kill_after(4)
+    for place, copy in kept.items():
+        shutil.rmtree(place)
+        copy.rename(place)
     files = {path.name: path for path in nodes.disks[1].glob("run-*/step-00000006-*/*")}
     lost, changed = "tensors-00002.safetensors", "tensors-00003.safetensors"
     files[changed].write_bytes(files[changed].read_bytes()[:-1] + b"?")
