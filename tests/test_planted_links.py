@@ -104,8 +104,10 @@ def test_a_training_follows_no_link_out_of_its_folder(
         words += ["--from", "2"] if name == "checkpoints/retired" else []
         code, _, err = command(*words, "--device", "cpu", "--quiet")
         assert "Traceback" not in err
-        assert command("report", str(run))[0] in (0, 3, 5)
-        assert command("inspect", "checkpoint", str(run), "--list")[0] in (0, 3)
+        if "/" not in name:
+            assert command("report", str(run))[0] in (0, 3, 5)
+        if "checkpoints" in name:
+            assert command("inspect", "checkpoint", str(run), "--list")[0] in (0, 3)
         return code
 
     ended = untouched(victim, run / name, go_on, begin)
