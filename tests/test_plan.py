@@ -160,7 +160,7 @@ def test_a_stage_shows_its_fullest_rank_and_a_node_all_of_its_ranks(recipe_of: L
     size = world // nodes
     halves = [ranks[first : first + size] for first in range(0, world, size)]
     saves = [sum(12 * rank.owned for rank in half) for half in halves]
-    offload = [sum(16 * rank.pieces + 4 * rank.tensors for rank in half) for half in halves]
+    offload = [sum(16 * rank.pieces + 4 for rank in half) for half in halves]
     found = node_bytes(recipe, layout_of(recipe))
     assert (found["saves"], found["offload"]) == (max(saves), max(offload))
     assert found["host"] == max(map(sum, zip(saves, offload, strict=True)))

@@ -40,6 +40,11 @@ def drop(x: Tensor, probability: float, training: bool) -> Tensor:
     return torch.where(is_kept, x * (1 / (1 - probability)), 0.0)
 
 
+def _embedding(rows: int, config: ModelSection) -> nn.Embedding:
+    """Without values: nn.Embedding draws normal ones, which on the device `meta` imports the compiler, for a second."""
+    return nn.Embedding(rows, config.hidden_size, _weight=torch.empty(rows, config.hidden_size))
+
+
 class Embeddings(nn.Module):
     """Tokens, plus learned positions and token types, then norm, then dropout: each where the family has it."""
 
@@ -47,9 +52,9 @@ class Embeddings(nn.Module):
         super().__init__()
         learned, types = family.positions == "learned", family.token_types
         self.dropout = config.dropout
-        self.tokens = nn.Embedding(padded_vocab_size(config), config.hidden_size)
-        self.positions = nn.Embedding(config.seq_length, config.hidden_size) if learned else None
-        self.token_types = nn.Embedding(types, config.hidden_size) if types else None
+        self.tokens = _embedding(padded_vocab_size(config), config)
+        self.positions = _embedding(config.seq_length, config) if learned else None
+        self.token_types = _embedding(types, config) if types else None
         self.norm = make_norm(config, family) if family.embedding_norm else None
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:

@@ -44,10 +44,16 @@ def _by_contract(model: nn.Module, config: ModelSection) -> nn.Module:
 
 
 def materialise(model: Transformer, device: torch.device | str) -> None:
-    """Give a meta-device model, or a stage of one, memory, in place, without values. `to_empty` makes new parameters,
+    """Give a meta-device model, or a stage of one, memory, in place, without values. That makes new parameters,
     which separates tied ones, and leaves garbage in buffers. Buffers are always fp32 and of all heads: cut them
     afterwards."""
-    model.to_empty(device=device)
+
+    def memory(like: Tensor) -> Tensor:
+        if type(like) in (Tensor, nn.Parameter):  # of these, empty_like imports sympy, for half a second
+            return torch.empty(like.shape, dtype=like.dtype, device=device)
+        return torch.empty_like(like, device=device)
+
+    model._apply(memory)  # type: ignore[no-untyped-call]
     if not isinstance(model, Transformer):
         return
     model.tie_weights()

@@ -38,8 +38,6 @@ class HeldElements:
     """The same weights before data-parallel ranks have cut them."""
     owned: int
     """Of its pieces, those that it alone counts and saves."""
-    tensors: int
-    """How many weights these are."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class WeightBytes:
     reduced_gradients: int
     """fp32, after data-parallel ranks have added theirs, where those are other tensors."""
     optimizer: int
-    """Moments and step counts; 0 with parallel.offload, which keeps them in `host`."""
+    """Moments and the number of updates; 0 with parallel.offload, which keeps them in `host`."""
     host: int
     """In host memory with parallel.offload: masters, moments, and gradients while they are applied (of large models a
     part at a time)."""
@@ -76,7 +74,7 @@ def weight_bytes(recipe: Recipe, layout: Layout, held: HeldElements) -> WeightBy
     """By the rules of parallel/ and of train/optimizer.py."""
     itemsize, zero, offload = _COMPUTE_BYTES[recipe.precision], recipe.parallel.zero, recipe.parallel.offload
     pieces, whole = _FP32 * held.pieces, _FP32 * held.whole
-    state = _MOMENTS * pieces + _FP32 * held.tensors
+    state = _MOMENTS * pieces + _FP32
     if layout.dp * layout.cp > 1:  # then FSDP computes with copies, and adds up gradients before it reduces them
         masters, copies = pieces, 0 if zero == 3 else itemsize * held.whole
         sums = whole if micro_batches(recipe, layout) > 1 else 0
@@ -140,7 +138,7 @@ def held_elements(recipe: Recipe, layout: Layout, place: Place) -> HeldElements:
         pieces += own_rows * row_elements
         whole += rows * row_elements
         owned += own_rows * row_elements if is_owned else 0
-    return HeldElements(pieces, whole, owned, tensors=sum(weight.count for weight in weights))
+    return HeldElements(pieces, whole, owned)
 
 
 def stage_facts(recipe: Recipe, layout: Layout) -> list[dict[str, Any]]:

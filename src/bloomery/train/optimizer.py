@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -47,7 +46,6 @@ class Optimizer:
     ) -> None:
         """Turns plain parameters into `compute_dtype`; sharded ones are turned by FSDP. `offload`: masters and moments
         live in host memory. `counts_steps`: whether this rank saves the number of updates, as one of them must."""
-        self._clip_norm = section.clip_grad_norm
         self._counts_steps = counts_steps
         self._masters: list[Tensor] = []
         self._followers: list[tuple[Tensor, Tensor]] = []
@@ -68,28 +66,11 @@ class Optimizer:
         ]
         """As given, but their pieces are the masters: whoever uses these keeps no other copy alive."""
         self._on_device = [local_of(each.parameter.data) for each in weights] if offload else self._masters
-        self._portions = _portions(self._masters)
-        pairs = [(weight, master) for weight, master in zip(weights, self._masters, strict=True) if master.numel()]
-        decayed = [master for weight, master in pairs if len(weight.piece.shape) > 1]
-        exempt = [master for weight, master in pairs if len(weight.piece.shape) <= 1]  # every bias and every norm
-        groups = [
-            {"params": decayed, "weight_decay": section.weight_decay},
-            {"params": exempt, "weight_decay": 0.0},
-        ]
-        beta1, beta2 = section.betas
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]] or [{"params": self._masters[:1]}],  # all of them empty
-            lr=0.0,
-            betas=(beta1, beta2),
-            eps=section.eps,
-            fused=True,
-        )
-        for master in self._masters:  # made now, so that a checkpoint can be loaded before the first step
-            self._adamw.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
+        self._moments = [(torch.zeros_like(master), torch.zeros_like(master)) for master in self._masters]
+        self._step = torch.zeros((), dtype=torch.float32, device=self._masters[0].device)
+        self._section = section
+        decays = [section.weight_decay if len(each.piece.shape) > 1 else 0.0 for each in weights]  # no biases, no norms
+        self._portions = list(_portions(self._masters, decays))
 
     def update(
         self,
@@ -104,39 +85,54 @@ class Optimizer:
         """One step, unless a gradient is not finite, the norm is above `most_norm` or `unless` is true: then nothing
         changes. Decided on the device, without waiting, and on all ranks alike, because they share the numbers."""
         norm = gradients.norm() / loss_scale
-        clip = torch.ones_like(norm) if self._clip_norm is None else (norm / self._clip_norm).clamp(min=1.0)
+        most = self._section.clip_grad_norm
+        clip = torch.ones_like(norm) if most is None else (norm / most).clamp(min=1.0)
         skipped = ~torch.isfinite(norm) | (norm > most_norm)
         skipped = (skipped if unless is None else skipped | unless.to(norm.device)).to(torch.float32)
         # One more pass over the gradients, so only for steps that are logged.
         num_zeros = params_norm = torch.full_like(norm, float("nan"))
         if logs:
             num_zeros = gradients.num_zeros()
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        # The fused kernel divides by grad_scale while it reads the gradient: unscaling and clipping cost no extra pass.
-        device = self._masters[0].device
-        self._adamw.grad_scale = (clip * loss_scale).to(device)  # type: ignore[attr-defined]
-        self._adamw.found_inf = skipped.to(device)  # type: ignore[attr-defined]
-        sums = gradients.tensors()
-        for portion in self._portions:
-            for master, gradient in zip(self._masters[portion], _as_masters(sums[portion], self._masters), strict=True):
-                master.grad = gradient if master.numel() else None
-            self._adamw.step()
-            for master in self._masters[portion]:
-                master.grad = None
-        self._follow_masters()
+        device = self._step.device
+        self._apply_adamw(gradients.tensors(), lr, scale=(clip * loss_scale).to(device), skipped=skipped.to(device))
+        self.follow_masters()
         if logs:
             params_norm = gradients.norm_of(self._on_device)
         return UpdateNumbers(norm, skipped, num_zeros, params_norm)
 
+    @torch.no_grad()
+    def _apply_adamw(self, sums: Sequence[Tensor], lr: float, *, scale: Tensor, skipped: Tensor) -> None:
+        """By torch's kernel, which divides a gradient by `scale` as it reads it: unscaling and clipping cost no extra
+        pass. Not by its class, which imports the compiler."""
+        self._step += 1
+        beta1, beta2 = self._section.betas
+        for decay, portion in self._portions:
+            masters = [self._masters[i] for i in portion]
+            torch._fused_adamw_(
+                masters,
+                _as_masters([sums[i] for i in portion], masters),
+                [self._moments[i][0] for i in portion],
+                [self._moments[i][1] for i in portion],
+                [],
+                [self._step] * len(masters),
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=decay,
+                eps=self._section.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=scale,
+                found_inf=skipped,
+            )
+        self._step -= skipped
+
     def pieces(self) -> dict[str, Piece]:
         """What a checkpoint holds, under stable names; the very tensors, so loading into them restores."""
-        steps = self._steps()[0]  # the same for all parameters
-        flat = {"optim.step": Piece(steps, (), (), owned=self._counts_steps)}
-        for weight in self.weights:
+        flat = {"optim.step": Piece(self._step, (), (), owned=self._counts_steps)}
+        for weight, moments in zip(self.weights, self._moments, strict=True):
             flat[f"model.{weight.name}"] = weight.piece
-            for key in ("exp_avg", "exp_avg_sq"):
-                moment = self._adamw.state[weight.piece.tensor][key]
+            for key, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
                 flat[f"optim.{weight.name}.{key}"] = weight.piece.with_tensor(moment)
         return flat
 
@@ -146,18 +142,9 @@ class Optimizer:
         names, starts = {model for model, _ in prefixes}, tuple(start for _, start in prefixes)
         return {name: piece for name, piece in self.pieces().items() if name in names or name.startswith(starts)}
 
-    def restored(self) -> None:
-        """Call after pieces() were overwritten."""
-        first, *others = self._steps()
-        for step in others:
-            step.copy_(first)
-        self._follow_masters()
-
-    def _steps(self) -> list[Tensor]:
-        return [self._adamw.state[master]["step"] for master in self._masters]
-
     @torch.no_grad()
-    def _follow_masters(self) -> None:
+    def follow_masters(self) -> None:
+        """What is computed with takes the masters' values. Call it after pieces() were overwritten."""
         if self._followers:
             followers, masters = zip(*self._followers, strict=True)
             torch._foreach_copy_(list(followers), list(masters))
@@ -174,15 +161,21 @@ def _as_masters(gradients: Sequence[Tensor], masters: Sequence[Tensor]) -> list[
     return found
 
 
-def _portions(tensors: Sequence[Tensor]) -> list[slice]:
-    """Neighbours that are updated together, so that never all gradients have copies in fp32."""
-    bounds, size = [0], 0
-    for i, tensor in enumerate(tensors):
-        if size and size + tensor.numel() > _ELEMENTS_AT_ONCE:
-            bounds.append(i)
-            size = 0
-        size += tensor.numel()
-    return [slice(first, stop) for first, stop in pairwise([*bounds, len(tensors)])]
+def _portions(tensors: Sequence[Tensor], decays: Sequence[float]) -> Iterator[tuple[float, list[int]]]:
+    """Which are updated together, by their weight decay: never all, else all gradients would have copies in fp32."""
+    for decay in sorted(set(decays)):
+        portion: list[int] = []
+        size = 0
+        for i, tensor in enumerate(tensors):
+            if decays[i] != decay or not tensor.numel():
+                continue
+            if portion and size + tensor.numel() > _ELEMENTS_AT_ONCE:
+                yield decay, portion
+                portion, size = [], 0
+            portion.append(i)
+            size += tensor.numel()
+        if portion:
+            yield decay, portion
 
 
 @dataclass

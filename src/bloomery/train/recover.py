@@ -52,7 +52,7 @@ def rewind(run: Run, state: TrainState) -> None:
     step = good.manifest["step"]
     with PULSE.excuse(FIRST_SECONDS):
         load_pieces(good, run.optimizer.pieces(), ranks=run.ranks)
-    run.optimizer.restored()
+    run.optimizer.follow_masters()
     then = TrainState.from_json(good.state)
     for name in ("held_samples", "skipped_updates", "nan_steps", "nan_steps_in_a_row", "spikes"):
         setattr(state, name, getattr(then, name))

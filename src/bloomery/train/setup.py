@@ -341,7 +341,7 @@ def _build_model(opened: Opened, mesh: Mesh, mark: Mark) -> tuple[Optimizer, Run
     if source is not None:
         pieces = {name: each for name, each in optimizer.pieces().items() if checkpoint or name.startswith("model.")}
         load_pieces(source, pieces, ranks=ranks)
-        optimizer.restored()
+        optimizer.follow_masters()
     parts = replace(parts, weights=optimizer.weights)
     num_sources = len(opened.data.train.keys)
     return optimizer, make_runner(

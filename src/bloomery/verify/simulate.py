@@ -173,7 +173,6 @@ def _held_elements(parts: Parallelised) -> HeldElements:
         pieces=sum(piece.tensor.numel() for piece in pieces),
         whole=sum(weight.parameter.numel() for weight in parts.weights),
         owned=sum(piece.tensor.numel() for piece in pieces if piece.owned),
-        tensors=len(pieces),
     )
 
 
