@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bloomery.base import exit_codes
 from bloomery.base.hub import local_folder
 from bloomery.base.units import format_count
 from bloomery.cli.arguments import add_json, show, warn
@@ -46,8 +45,8 @@ def run_export(args: argparse.Namespace) -> int:
 
     if args.format == "megatron":
         folder, count = export_megatron(args.checkpoint, args.output, DTYPES[args.dtype])
-        print(f"{folder}: torch_dist of megatron-core, {count} tensors with masters and moments")
-        return exit_codes.OK
+        text = f"{folder}: torch_dist of megatron-core, {count} tensors with masters and moments"
+        return show(args, {"folder": str(folder), "tensors": count}, lambda _: text)
     done = export_checkpoint(
         args.checkpoint,
         args.output,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bloomery.base.bounded import LARGE_BYTES, read_small
 from bloomery.base.errors import DataError, Problem
 
 MODEL, MASTER = "model", "fp32"
@@ -101,7 +102,8 @@ def read_checkpoint(folder: Path) -> Found:
     """`folder`: of one step, or one whose tracker names it. DataError if it is none, or cannot be read."""
     for tracker in ("latest_universal", "latest", "latest_checkpointed_iteration.txt"):
         if (folder / tracker).is_file():
-            tag = (folder / tracker).read_text(errors="replace").strip()
+            with open(folder / tracker, errors="replace") as file:
+                tag = file.read(255).strip()
             folder /= f"iter_{int(tag):07d}" if tag.isascii() and tag.isdecimal() else tag.rpartition("/")[2]
             break
     files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
@@ -333,7 +335,7 @@ def _torch_dist(folder: Path) -> Found:
     common = _load(folder / "common.pt")
     found = Found(folder, "megatron-core", common)
     try:
-        metadata = _Metadata(io.BytesIO((folder / ".metadata").read_bytes())).load()
+        metadata = _Metadata(io.BytesIO(read_small(folder / ".metadata", LARGE_BYTES))).load()
         places = {
             (key.fqn, tuple(vars(key).get("offset") or ())): place for key, place in metadata.storage_data.items()
         }
