@@ -98,7 +98,7 @@ def test_a_training_follows_no_link_out_of_its_folder(
             (run / "checkpoints" / ".step-00000001-y.tmp").mkdir()
 
     def go_on() -> int:
-        words = ["train", str(workshop.recipe), *SAVES, "train.exit_after=60s", "--run-dir", str(run)]
+        words = ["train", str(workshop.recipe), *SAVES, "train.exit_after=4 steps", "--run-dir", str(run)]
         words += ["checkpoint.debris=keep"] if "debris" in name else []
         words += ["monitor.tensorboard=true"] if name == "tensorboard" else []
         words += ["--from", "2"] if name == "checkpoints/retired" else []
