@@ -13,7 +13,7 @@ from bloomery.base import signals
 
 PRELOAD = ["bloomery.launch.fork_server", "bloomery.train.loop", "bloomery.train.setup", "bloomery.plan.score"]
 PRELOAD += ["bloomery.parallel.pipeline", "torch.distributed.fsdp"]
-"""With torch._dynamo, which every optimizer imports, and which takes longer than the training of a test."""
+"""With torch._dynamo, which pipelines import, and which takes longer than the training of a test."""
 
 
 def start_server() -> None:

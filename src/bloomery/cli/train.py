@@ -123,5 +123,6 @@ def _run_here(recipe: Recipe, args: argparse.Namespace) -> int:
         raise RecipeError(Problem(what, "launch.on is what starts the ranks", remedy))
     from bloomery.cli.main import main
 
-    preload = ["bloomery.train.loop", "bloomery.train.setup", "bloomery.parallel.pipeline", "torch.distributed.fsdp"]
+    preload = ["bloomery.train.loop", "bloomery.train.setup", "torch.distributed.fsdp"]
+    preload += ["bloomery.parallel.pipeline"] if recipe.parallel.pp > 1 else []
     return run_local_ranks(ranks_per_node(recipe), main, args.command_line, preload=preload, node=node)
