@@ -37,8 +37,8 @@ $(AZUREML): | install
 test: export PYTHONDONTWRITEBYTECODE :=
 test: export OMP_NUM_THREADS := 1
 test: install $(AZURITE) $(AZUREML)
-	$(BIN)/python -m pytest --collect-only -qq --ignore tests/cluster > /dev/null
 	@$(MAKE) --no-print-directory check & checks=$$!; \
+	  $(BIN)/python -m pytest --collect-only -qq --ignore tests/cluster > /dev/null; \
 	  $(BIN)/python -m pytest -n 6 --dist worksteal --ignore tests/cluster && wait $$checks
 
 # A real Slurm of three nodes, and hosts that ssh reaches, on this machine. Needs root and Debian's packages; a test that
