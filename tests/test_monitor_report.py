@@ -22,7 +22,7 @@ from bloomery.config.load import as_yaml, load_recipe
 from bloomery.config.recipe import AlertsSection
 from bloomery.launch.watch import status_of
 from bloomery.monitor import gather
-from bloomery.monitor.history import scan
+from bloomery.monitor.history import lines_of
 from bloomery.monitor.record import StepRecord, ValidationRecord, to_json
 from bloomery.monitor.report import read_runs, write_report
 from monitor_samples import step_record, validation_record
@@ -195,7 +195,7 @@ def test_a_killed_run_is_said_to_have_no_stop(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_gathered_without_losing_spikes_or_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "_MOST_KEPT", 2000)
+    monkeypatch.setattr(gather, "_FOLDED", 500)
     losses = {step: 2.0 + step % 7 for step in range(1, 9_001)}
     losses |= {1_321: 99.0, 1_322: -5.0, 6_000: math.nan}
     job_of = {step: 1 + (step > 3_600) for step in losses}
@@ -207,8 +207,7 @@ def test_a_long_run_is_gathered_without_losing_spikes_or_sums(tmp_path: Path, mo
     starts = ({"kind": "start"}, {"kind": "start", "job": 2, "step": 3_600})
     events = (*starts, *({"kind": "skip"},) * 1_200)
     run = make_run(tmp_path / "run", *records[:3_600], *rolled_back, *records[3_600:], events=events)
-    found = gather.Gathered()
-    found.read(run)
+    found = gather.read_run(run)
     assert (len(found.events), found.num_events) == (1_000, 1_202)
     kept = [(int(step), loss) for step, loss in found.losses["lm loss"].points.tolist()]
     assert len(kept) < 1500
@@ -325,4 +324,4 @@ def test_a_pipe_or_a_device_in_place_of_a_file_is_never_waited_for(tmp_path: Pat
         (run / name).unlink(missing_ok=True)
         plant(run / name)
         with pytest.raises(DataError, match="it is no regular file"):
-            scan(run / name, id)
+            list(lines_of(run / name, bytes))

@@ -22,7 +22,7 @@ from bloomery.base.units import format_bytes, format_count, format_seconds
 from bloomery.config.recipe import AlertsSection
 from bloomery.launch import cron, slurm
 from bloomery.monitor import names
-from bloomery.monitor.goodput import goodput_of
+from bloomery.monitor.gather import read_run
 from bloomery.monitor.history import EVENT, readable_lines
 from bloomery.monitor.record import StepRecord, from_json, strict_json
 
@@ -30,6 +30,8 @@ JOB_FILE = "launch/job.json"
 _ALERT, _PULSE_FILE = "alert.", "launch/pulse"
 """Empty files in the launch folder: an alert that holds and was sent, and, by its time, the last pulse."""
 _TAIL_BYTES = 2**18
+_MOST_BYTES = 2**24
+"""Of metrics that are read for goodput: a quarter of a second."""
 _SILENT_INTERVALS = 10
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -82,6 +84,14 @@ class Status:
         ]
 
 
+def _goodput(folder: Path) -> dict[str, float]:
+    """Empty where reading the run would take long, or where a line is damaged."""
+    metrics = folder / names.METRICS_FILE
+    with suppress(DataError):
+        return read_run(folder).goodput() if metrics.is_file() and metrics.stat().st_size < _MOST_BYTES else {}
+    return {}
+
+
 def _goodput_line(parts: Mapping[str, float]) -> Iterator[str]:
     if total := sum(parts.values()):
         shares = sorted(((seconds / total, name) for name, seconds in parts.items()), reverse=True)
@@ -105,7 +115,7 @@ def status_of(folder: Path, name: str, alerts: AlertsSection) -> Status:
         tokens_per_second=newest.tokens_per_second if newest else 0.0,
         eta_seconds=newest.seconds_per_step * max(0, newest.train_steps - newest.step) if newest else 0.0,
         silent_seconds=max(0.0, time.time() - max(times)) if max(times) else None,
-        goodput=goodput_of(folder),
+        goodput=_goodput(folder),
         last_save=f"step {save['step']:,} at {save.get('iso_time', '?')}" if save else "",
     )
     return replace(status, alerts=dict(_alerts(folder, status, records, last, alerts)))

@@ -1,15 +1,16 @@
 """The goodput ledger: every second of a run's life, across its jobs, booked once, from events and metrics."""
 
 import math
-from array import array
 from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import median
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bloomery.monitor import names
-from bloomery.monitor.history import EVENT, readable_lines, scan_metrics
-from bloomery.monitor.record import Record, StepRecord
+
+Values = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 PARTS = {
     "training": "steps that count",
@@ -23,8 +24,6 @@ PARTS = {
     "hung": "from the last sign of life until the hang was found",
     "other": "between records, and none of these",
 }
-_MOST_BYTES = 2**24
-"""Of metrics that are read to look at a run: a quarter of a second."""
 _ALWAYS = ("training", "lost work", "evaluation")
 
 
@@ -75,25 +74,33 @@ class Ledger:
             first, last = event["passed_over"]
             job.rewinds.append((first, last))
 
-    def record(self, record: Record, *, abandoned: bool = False) -> None:
-        job = self._jobs.setdefault(record.job, _Job())
+    def records(
+        self, number: int, steps: Values, times: Values, seconds: Values, is_step: Flags, *, abandoned: bool = False
+    ) -> None:
+        """Of one job, in the order written. `seconds`: of each step; a validation has none."""
+        job = self._jobs.setdefault(number, _Job())
         if job.mark == math.inf:  # no start in the ledger
-            job.began = job.started = job.mark = record.time
-            job.step = record.step
-        away = max(0.0, record.time - job.mark)
-        skipped = [last for _, last in job.rewinds if job.step <= last < record.step]
-        steps = max(0, record.step - max([job.step, *skipped]))
-        is_lost = abandoned or any(first <= record.step <= last for first, last in job.rewinds)
-        booked = "lost work" if is_lost else "training"
-        if isinstance(record, StepRecord):
-            job.step_seconds = record.seconds_per_step
-            if job.first is None and steps:
-                job.first = steps, min(record.seconds_per_step, away / steps), booked
-        trained = min(away, steps * job.step_seconds) if math.isfinite(job.step_seconds) else 0.0
-        job.seconds[booked] += trained
-        if not isinstance(record, StepRecord):
-            job.seconds["evaluation"] += away - trained
-        job.mark, job.step, job.end = record.time, record.step, max(job.end, record.time)
+            job.began = job.started = job.mark = float(times[0])
+            job.step = int(steps[0])
+        before = np.concatenate([[job.step], steps[:-1]])
+        away = np.maximum(0.0, np.diff(times, prepend=job.mark))
+        begin, is_lost = before, np.full(len(steps), abandoned)
+        for first, last in job.rewinds:
+            begin = np.where((before <= last) & (last < steps), np.maximum(begin, last), begin)
+            is_lost |= (first <= steps) & (steps <= last)
+        num_steps = np.maximum(0, steps - begin)
+        newest = np.maximum.accumulate(np.where(is_step, np.arange(1, len(steps) + 1), 0))
+        each = np.concatenate([[job.step_seconds], seconds])[newest]  # a validation: of the step before it
+        trained = np.where(np.isfinite(each), np.minimum(away, num_steps * each), 0.0)
+        job.seconds["lost work"] += float(trained[is_lost].sum())
+        job.seconds["training"] += float(trained[~is_lost].sum())
+        job.seconds["evaluation"] += float((away - trained)[~is_step].sum())
+        if job.first is None and (found := np.flatnonzero(is_step & (num_steps > 0))).size:
+            i = found[0]
+            usual = min(float(seconds[i]), float(away[i] / num_steps[i]))
+            job.first = int(num_steps[i]), usual, "lost work" if is_lost[i] else "training"
+        job.mark, job.step, job.step_seconds = float(times[-1]), int(steps[-1]), float(each[-1])
+        job.end = max(job.end, float(times.max()))
 
     def parts(self, step_seconds: float) -> dict[str, float]:
         """Seconds of each part; together the time from the first start to the last sign. `step_seconds`: of a normal
@@ -132,21 +139,3 @@ def _parts_of(job: _Job, room: float, step_seconds: float) -> dict[str, float]:
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) and value > 0 else 0.0
-
-
-def goodput_of(run: Path) -> dict[str, float]:
-    """The parts, for those who look at a run now; empty where that would take long."""
-    metrics = run / names.METRICS_FILE
-    if not metrics.is_file() or metrics.stat().st_size > _MOST_BYTES:
-        return {}
-    ledger, seconds = Ledger(), array("d")
-    for event in readable_lines(run / names.EVENTS_FILE, **EVENT):
-        ledger.event(event)
-
-    def take(record: Record) -> None:
-        ledger.record(record)
-        if isinstance(record, StepRecord) and math.isfinite(record.seconds_per_step):
-            seconds.append(record.seconds_per_step)
-
-    scan_metrics(metrics, take, lambda record: ledger.record(record, abandoned=True))
-    return ledger.parts(median(seconds) if seconds else math.nan)

@@ -4,13 +4,14 @@ Both may have millions of lines: they are read one at a time, and nothing else i
 """
 
 import contextlib
+import math
 import mmap
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
@@ -21,6 +22,9 @@ from bloomery.base.units import Energy
 from bloomery.monitor import names
 from bloomery.monitor.record import Record, from_json
 
+T = TypeVar("T")
+DAMAGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
+"""What reading a line that is not as it should be may raise."""
 EVENT: dict[str, type] = {"kind": str, "step": int, "time": float}
 """Types of the fields that every event has."""
 _STEP = re.compile(rb'"step": ?(\d+)')
@@ -43,35 +47,21 @@ class Ledger(NamedTuple):
 
 def read_metrics(path: Path) -> list[Record]:
     """The run as it counts, by step: what a newer job did again replaces what an older job had done."""
-    records: list[Record] = []
-    scan_metrics(path, records.append)
-    return sorted(records, key=lambda record: record.step)
+    return sorted(valid_records(path), key=lambda record: record.step)
 
 
-def scan_metrics(path: Path, take: Callable[[Record], object], leave: Callable[[Record], object] | None = None) -> None:
-    """Give `take` the records that no later job rolled back, in the order written; the others, of each job in their
-    order, to `leave`."""
-    last_valid = _last_valid_steps(path)
-
-    def check(line: bytes) -> None:
-        record = from_json(line)
-        if record.step <= last_valid.get(record.job, record.step):
-            take(record)
-        elif leave is not None:
-            leave(record)
-
-    scan(path, check)
-    aside = path.with_name(names.ABANDONED_METRICS_FILE)
-    if leave is not None and aside.exists():
-        scan(aside, lambda line: leave(from_json(line)))
+def valid_records(path: Path) -> Iterator[Record]:
+    """Those that no later job rolled back, in the order written."""
+    last_valid = last_valid_steps(path)
+    return (record for record in lines_of(path, from_json) if record.step <= last_valid.get(record.job, math.inf))
 
 
-def _last_valid_steps(metrics: Path) -> dict[int, float]:
+def last_valid_steps(metrics: Path) -> dict[int, float]:
     """By job: up to which step its records count, which is where the earliest of all newer jobs began. That is in the
     ledger beside the metrics."""
     began_after = {start.job: start.step for start in read_ledger(metrics.with_name(names.EVENTS_FILE)).starts}
     last_valid: dict[int, float] = {}
-    earliest = float("inf")
+    earliest = math.inf
     for job in sorted(began_after, reverse=True):
         last_valid[job] = earliest
         earliest = min(earliest, began_after[job])
@@ -99,9 +89,7 @@ def set_abandoned_aside(run: Path, step: int) -> None:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Every event of every job, in the order written."""
-    events: list[dict[str, Any]] = []
-    scan(path, lambda line: events.append(event_of(line)))
-    return events
+    return list(lines_of(path, event_of))
 
 
 def read_ledger(path: Path) -> Ledger:
@@ -110,17 +98,16 @@ def read_ledger(path: Path) -> Ledger:
     starts: list[Start] = []
     spent = Energy()
 
-    def take(line: bytes) -> None:
+    def parse(line: bytes) -> tuple[dict[str, Any], Energy] | None:
         if not _STARTS_AND_STOPS.search(line):
-            return
-        nonlocal spent
+            return None
         event = event_of(line)
-        spent = max(spent, Energy.from_json(event.get(names.FACT_ENERGY)), key=Energy.order)
+        return event, Energy.from_json(event.get(names.FACT_ENERGY))
+
+    for event, energy in filter(None, lines_of(path, parse) if path.exists() else ()):
+        spent = max(spent, energy, key=Energy.order)
         if event["kind"] == names.Event.START and type(event.get("job")) is type(event.get("step")) is int:
             starts.append(Start(event["job"], event["step"], str(event.get("start", ""))))
-
-    if path.exists():
-        scan(path, take)
     return Ledger(starts, spent)
 
 
@@ -150,9 +137,10 @@ def event_of(line: bytes) -> dict[str, Any]:
     return fields
 
 
-def scan(path: Path, take: Callable[[bytes], object]) -> None:
-    """Give `take` every line, one at a time. DataError names the line that it refuses with a ValueError or the like.
-    A last line without newline is torn, or still being written by a live run: it is skipped unless it is whole."""
+def lines_of(path: Path, parse: Callable[[bytes], T]) -> Iterator[T]:
+    """What `parse` makes of every line, one at a time. DataError names the line that it refuses with a ValueError or
+    the like. A last line without newline is torn, or still being written by a live run: it is skipped unless it is
+    whole."""
     number = 0
     try:
         with open(path, "rb", opener=open_regular) as file:
@@ -161,8 +149,8 @@ def scan(path: Path, take: Callable[[bytes], object]) -> None:
                 if len(line) == SMALL_BYTES:
                     raise ValueError("it is too long")
                 if not line.isspace():
-                    take(line)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+                    yield parse(line)
+    except DAMAGE as error:
         if line.endswith(b"\n") or len(line) == SMALL_BYTES:
             remedy = f"remove it, for example with `sed -i {number}d {path}`"
             problem = Problem(f"line {number} is damaged: {error}", remedy=remedy, place=f"{path}:{number}")

@@ -90,10 +90,10 @@ function draw(figure) {
     }
     u.ctx.restore();
   };
-  const told = document.createElement('p');
-  const tell = u => {
+  const note = document.createElement('p');
+  const show = u => {
     const near = marks.filter(m => Math.abs(u.valToPos(m.x, 'x') - u.cursor.left) < 7).slice(-3);
-    told.textContent = near.map(m => `step ${m.step.toLocaleString()} · ${m.text}`).join(' | ') ||
+    note.textContent = near.map(m => `step ${m.step.toLocaleString()} · ${m.text}`).join(' | ') ||
       (marks.length ? 'dashed lines: events; point at one to read it' : '');
   };
   const axis = {stroke: color('--soft'), grid: {stroke: color('--rule'), width: 1}, ticks: {show: false},
@@ -109,13 +109,13 @@ function draw(figure) {
       label: curve.name, stroke: stroke(curve), width: curve.style ? 1.2 : 1.8, value: (u, v) => exact(v), spanGaps: false,
       points: {size: 6, ...(curve.style ? {show: false} : curve.points.length < 100 && {show: true})}}))],
     cursor: {points: {size: 7}, focus: {prox: 24}, ...(chosen && {sync: {key: 'run', setSeries: false}})},
-    hooks: {draw: [decorate], setCursor: marks.length ? [tell] : []},
+    hooks: {draw: [decorate], setCursor: marks.length ? [show] : []},
   };
   box.replaceChildren();
   const plot = new uPlot(options, columns, box), steps = columns[0];
   if (marks.length) {
-    box.append(told);
-    tell(plot);
+    box.append(note);
+    show(plot);
   }
   box.onkeydown = event => {
     const move = {ArrowLeft: -1, ArrowRight: 1}[event.key];

@@ -20,9 +20,9 @@ from bloomery.config.load import as_dict, leaves, load_recipe, shipped_recipes
 from bloomery.families.family import LM_LOSS
 from bloomery.monitor import names
 from bloomery.monitor.events import NOTABLE, TROUBLE, sentence
-from bloomery.monitor.gather import AXES, NESTED, Curve, Gathered, is_number, thin
+from bloomery.monitor.gather import AXES, NESTED, Curve, Gathered, is_number, read_run, thin
 from bloomery.monitor.goodput import PARTS
-from bloomery.monitor.history import scan_metrics
+from bloomery.monitor.history import valid_records
 from bloomery.monitor.page import Line, chart_html, data_html, fact, number, page, table
 from bloomery.monitor.record import Record, StepRecord, perplexity_of
 from bloomery.monitor.sinks import iso_time
@@ -63,7 +63,7 @@ class RunOf:
 
     @cached_property
     def goodput(self) -> dict[str, float]:
-        return self.found.ledger.parts(self.found.median("seconds_per_step"))
+        return self.found.goodput()
 
     def results(self) -> dict[str, Any]:
         """The columns of the seeds' tables."""
@@ -127,9 +127,7 @@ def _gathered(folder: Path) -> Gathered:
                 remedy="give the folder that `bloomery train` wrote, usually runs/<name>",
             )
         )
-    found = Gathered()
-    found.read(folder)
-    return found
+    return read_run(folder)
 
 
 def write_report(*folders: Path, output: Path | None = None) -> Path:
@@ -171,7 +169,8 @@ def write_csv(folders: Sequence[Path], file: TextIO) -> None:
 
     for run in runs:
         if (metrics := run.folder / names.METRICS_FILE).is_file():
-            scan_metrics(metrics, lambda record, run=run: write(run, record))  # type: ignore[misc]
+            for record in valid_records(metrics):
+                write(run, record)
 
 
 def recipe_differences(runs: Sequence[RunOf]) -> dict[str, list[Any]]:

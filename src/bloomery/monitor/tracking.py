@@ -36,7 +36,7 @@ _PATIENCE_SECONDS = 20.0
 
 class Writer(Protocol):
     def open(self, run_id: str | None, name: str, params: Mapping[str, Any]) -> str:
-        """The id of a new run, or of the one to go on with."""
+        """The id of a new run, or of the one to resume."""
         ...
 
     def write(self, records: Sequence[Record]) -> None: ...

@@ -12,7 +12,7 @@ import numpy as np
 from bloomery.base.errors import DataError, Problem
 from bloomery.config.recipe import Recipe
 from bloomery.monitor import names
-from bloomery.monitor.gather import PREDICTED, Gathered
+from bloomery.monitor.gather import PREDICTED, read_run
 from bloomery.plan.advice import advice, largest_costs, warnings
 from bloomery.plan.candidates import Question
 from bloomery.plan.constants import fitted
@@ -173,8 +173,7 @@ def _trend(errors: list[float]) -> float | None:
 
 
 def _score(run: Path) -> dict[str, Any]:
-    found = Gathered()
-    found.read(run)
+    found = read_run(run)
     if not (compared := found.scores()):
         rule = f"a run has its plan in {names.EVENTS_FILE} and steps of the full batch in {names.METRICS_FILE}"
         raise DataError(Problem(f"{run} shows no plan or no step", rule, "give a folder that `bloomery train` wrote"))

@@ -12,7 +12,7 @@ from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection, Recompute
 from bloomery.families.registry import FAMILIES, family_defaults
 from bloomery.monitor import names
-from bloomery.monitor.gather import Gathered
+from bloomery.monitor.gather import read_run
 from bloomery.plan.constants import constants
 from bloomery.plan.memory import activation_bytes_per_layer
 from bloomery.plan.setup import RECOMPUTE, Setup
@@ -105,8 +105,7 @@ def activation_bytes(
 
 def left(run: Path) -> dict[str, Any]:
     """What remains of a live run, at its median speed."""
-    recipe, found = run / names.RECIPE_FILE, Gathered()
-    found.read(run)
+    recipe, found = run / names.RECIPE_FILE, read_run(run)
     if found.last_step is None or not recipe.is_file():
         rule = f"a run that trains has {names.RECIPE_FILE} and a step in {names.METRICS_FILE}"
         raise DataError(Problem(f"{run} shows no step of a run", rule, "give the folder that `bloomery train` writes"))

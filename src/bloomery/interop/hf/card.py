@@ -16,7 +16,7 @@ from bloomery.config.load import as_dict, fingerprint
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.families.registry import FAMILIES
 from bloomery.monitor import names
-from bloomery.monitor.history import event_of, scan, scan_metrics
+from bloomery.monitor.history import event_of, lines_of, valid_records
 from bloomery.monitor.record import Record, ValidationRecord
 from bloomery.sizing.parameters import count_parameters
 
@@ -50,14 +50,13 @@ def _last_start(run: Path, checkpoint: Checkpoint) -> dict[str, Any]:
     step, saved_at = checkpoint.state["step"], checkpoint.manifest.get("time", float("inf"))
     found: dict[str, Any] = {}
 
-    def take(line: bytes) -> None:
-        nonlocal found
+    def parse(line: bytes) -> dict[str, Any] | None:
         event = event_of(line)
-        if event["kind"] == names.Event.START and event["step"] <= step and event["time"] <= saved_at:
-            found = event
+        is_before = event["kind"] == names.Event.START and event["step"] <= step and event["time"] <= saved_at
+        return event if is_before else None
 
-    if (run / names.EVENTS_FILE).is_file():
-        scan(run / names.EVENTS_FILE, take)
+    for event in lines_of(run / names.EVENTS_FILE, parse) if (run / names.EVENTS_FILE).is_file() else ():
+        found = event or found
     return found
 
 
@@ -66,12 +65,10 @@ def _losses(run: Path, step: int) -> str:
         return "The run folder was not beside the checkpoint."
     newest: dict[str, Record] = {}
 
-    def take(record: Record) -> None:
+    for record in valid_records(run / names.METRICS_FILE):
         what = f"validation {record.group}" if isinstance(record, ValidationRecord) else "training"
         if record.step <= step and (what not in newest or newest[what].step <= record.step):
             newest[what] = record
-
-    scan_metrics(run / names.METRICS_FILE, take)
     lines = [
         f"- {what}, {name}: {loss:.4f} at step {record.step:,}"
         for what, record in sorted(newest.items())  # training before validation
