@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,18 @@ POISONED = (7, 23)
 FLIPPED = 13
 
 
-@pytest.fixture
-def poisoned(workshop: Workshop) -> Path:
-    """A run over documents that count upwards, but for two that jump about."""
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run over documents that count upwards, but for two that jump about. Nothing changes it."""
+    workshop = Workshop(tmp_path_factory.mktemp("poisoned"))
     random = np.random.default_rng(0)
     with ShardWriter(str(workshop.folder / "train"), "uint16") as writer:
         for document in range(60):
             upwards = (np.arange(60) + random.integers(VOCAB)) % VOCAB
             writer.append(random.integers(VOCAB, size=60) if document in POISONED else upwards)
-    return workshop.train("checkpoint.phases=[{every: 5 steps}]", "lr.peak=3e-2")
+    with pytest.MonkeyPatch.context() as here:
+        here.chdir(workshop.folder)
+        yield workshop.train("checkpoint.phases=[{every: 5 steps}]", "lr.peak=3e-2")
 
 
 def answer(command: Command, *words: object) -> dict[str, Any]:
@@ -60,17 +63,15 @@ def test_the_documents_that_made_a_loss_jump_are_named_with_their_text(poisoned:
 
 def test_a_replay_equals_the_record_and_another_precision_is_compared_loosely(poisoned: Path, command: Command) -> None:
     before = sorted(path.name for path in poisoned.rglob("*"))
-    kept = poisoned.parent / "kept"
-    same = answer(command, "replay", poisoned, "--step", 13, "--output", kept, "--device", "cpu")
+    same = answer(command, "replay", poisoned, "--step", 13, "--device", "cpu")
     assert same["same"], same
     assert same["from"] == "step-00000010"
     assert "THE SAME bit for bit" in same["verdict"][-1]
     norm = Workshop.metrics(poisoned)[12]["grad_norm"]
     assert sum(each["norm"] ** 2 for each in same["gradients"]) ** 0.5 == pytest.approx(norm, rel=1e-5)
     other = answer(
-        command, "replay", poisoned, "--step", 13, "precision=bf16", "--against", kept, "--device", "cpu",
+        command, "replay", poisoned, "--step", 13, "precision=bf16", "--device", "cpu",
     )  # fmt: skip
-    assert "gradients differ most in" in other["verdict"][0]
     assert "within 2%" in other["verdict"][-1] or "DIFFERENT by more than 2%" in other["verdict"][-1]
     assert before == sorted(path.name for path in poisoned.rglob("*")), "the run is as it was"
 

@@ -279,7 +279,7 @@ def test_a_comparison_shows_results_and_what_differs(tmp_path: Path, capsys: pyt
     assert facts["runs"][1]["results"]["GPUs"] == 8
     assert main(["report", *map(str, folders), "--csv"]) == 0
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
-    assert [(row["lr"], row["losses lm loss"], row["validation: web lm loss"]) for row in rows] == [
+    assert [(row["lr"], row["lm loss"], row["validation/web/lm loss"]) for row in rows] == [
         ("0.0001", "2.5", ""),
         ("", "", "2.0"),
     ] * 2

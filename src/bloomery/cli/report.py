@@ -138,7 +138,6 @@ def add_arguments_replay(parser: argparse.ArgumentParser) -> None:
     what = "override fields, such as precision=fp32 or parallel.tp=2"
     parser.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=what)
     parser.add_argument("--output", type=Path, help="keep the replay here; default: a temporary folder")
-    parser.add_argument("--against", type=Path, metavar="DIR", help="compare with the gradients of this kept replay")
     add_json(parser)
 
 
@@ -163,16 +162,13 @@ def run_replay(args: argparse.Namespace) -> int:
             code = main(words)
         if code:
             return code
-        verdicts = []
-        if args.against:
-            verdicts.append(causes.compare_gradients(output, args.against))
-        verdicts.append(causes.compare(args.run, output, after, args.step, exactly=not args.overrides))
+        is_same, verdict = causes.compare(args.run, output, after, args.step, exactly=not args.overrides)
         gradients = causes.gradient_norms(output, args.step)
     facts = {
         "step": args.step,
         "from": folder.name if folder else None,
-        "same": all(verdict.equal for verdict in verdicts),
-        "verdict": [line for verdict in verdicts for line in verdict.lines],
+        "same": is_same,
+        "verdict": verdict,
         "gradients": gradients,
     }
     if args.json:
@@ -181,7 +177,7 @@ def run_replay(args: argparse.Namespace) -> int:
     shown = [("weight", "gradient norm", "largest on rank")]
     shown += [(each["weight"], f"{each['norm']:.5g}", str(each["rank"])) for each in gradients[:10]]
     print(f"step {args.step:,} again, from {facts['from'] or 'the beginning'}\n{columns(shown)}")
-    print("\n".join(facts["verdict"]))
+    print("\n".join(verdict))
     return exit_codes.OK
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from itertools import chain, groupby, islice
@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError
 from bloomery.base.units import Energy
+from bloomery.config.load import leaves
 from bloomery.monitor import names
 from bloomery.monitor.goodput import Flags, Ledger, Values
 from bloomery.monitor.history import DAMAGE, event_of, last_valid_steps, lines_of
-from bloomery.monitor.record import StepRecord, ValidationRecord, from_json, strict_json
+from bloomery.monitor.record import Record, StepRecord, ValidationRecord, from_json, strict_json
 
 Points = NDArray[np.float64]
 """(points, 2): step and value."""
@@ -283,6 +284,21 @@ def _array(values: Sequence[Any], dimensions: int = 1) -> Values:
 
 def _keys(groups: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(chain.from_iterable(map(dict.keys, groups))))
+
+
+def numbers(record: Record) -> Iterator[tuple[str, float]]:
+    """Every number of a record by a name of its own."""
+    if not isinstance(record, StepRecord):
+        yield from ((f"{record.part}/{record.group}/{name}", loss) for name, loss in record.losses.items())
+        return
+    yield from record.losses.items()
+    for name in (*COLUMNS, "consumed_samples", "consumed_tokens"):
+        if is_number(value := getattr(record, name)):
+            yield name, value
+    for group in (name for name in (*GROUPS, *NESTED) if name != "losses"):
+        for path, value in leaves(getattr(record, group)):
+            if is_number(value):
+                yield f"{group}/{path}", value
 
 
 class Curve:

@@ -20,11 +20,11 @@ from bloomery.config.load import as_dict, leaves, load_recipe, shipped_recipes
 from bloomery.families.family import LM_LOSS
 from bloomery.monitor import names
 from bloomery.monitor.events import NOTABLE, TROUBLE, sentence
-from bloomery.monitor.gather import AXES, NESTED, Curve, Gathered, is_number, read_run, thin
+from bloomery.monitor.gather import AXES, NESTED, Curve, Gathered, is_number, numbers, read_run, thin
 from bloomery.monitor.goodput import PARTS
 from bloomery.monitor.history import valid_records
 from bloomery.monitor.page import Line, chart_html, data_html, fact, number, page, table
-from bloomery.monitor.record import Record, StepRecord, perplexity_of
+from bloomery.monitor.record import perplexity_of
 from bloomery.monitor.sinks import iso_time
 
 _MOST_POINTS = 40_000
@@ -146,31 +146,17 @@ def report_html(runs: Sequence[RunOf]) -> str:
 
 def write_csv(folders: Sequence[Path], file: TextIO) -> None:
     """A row for each record that counts, with all its numbers."""
-    runs = read_runs(folders)
-    columns = list(dict.fromkeys(key for run in runs for key in run.found.series))
-    groups = list(dict.fromkeys(key for run in runs for key in run.found.validation_losses))
-    writer = csv.writer(file)
-    titles = [" ".join(key) for key in groups]
-    writer.writerow(["run", "job", *AXES, *(_title(*key) for key in columns), *titles])
-
-    def write(run: RunOf, record: Record) -> None:
-        values: list[Any] = []
-        for field, name in columns:
-            value = getattr(record, field, None)
-            place, _, inner = name.rpartition("/")
-            value = value.get(place, {}) if field in NESTED and isinstance(value, dict) else value
-            values.append(value.get(inner if field in NESTED else name) if isinstance(value, dict) else value)
-        for group, name in groups:
-            is_its = not isinstance(record, StepRecord) and f"{record.part}: {record.group}" == group
-            values.append(record.losses.get(name) if is_its else None)
-        if not isinstance(record, StepRecord):
-            values[: len(columns)] = [None] * len(columns)
-        writer.writerow([str(run.folder), record.job, *(getattr(record, axis) for axis in AXES), *values])
-
-    for run in runs:
-        if (metrics := run.folder / names.METRICS_FILE).is_file():
-            for record in valid_records(metrics):
-                write(run, record)
+    files = [(str(run.folder), run.folder / names.METRICS_FILE) for run in read_runs(folders)]
+    found = [(folder, metrics) for folder, metrics in files if metrics.is_file()]
+    columns = dict.fromkeys(
+        name for _, metrics in found for each in valid_records(metrics) for name, _ in numbers(each)
+    )
+    writer = csv.DictWriter(file, ["run", "job", *AXES, *(name for name in columns if name not in AXES)])
+    writer.writeheader()
+    for folder, metrics in found:
+        for each in valid_records(metrics):
+            axes = {name: getattr(each, name) for name in ("job", *AXES)}
+            writer.writerow({"run": folder, **axes, **dict(numbers(each))})
 
 
 def recipe_differences(runs: Sequence[RunOf]) -> dict[str, list[Any]]:
@@ -509,8 +495,8 @@ def _changes(curve: Curve | None) -> bool:
     return curve is not None and bool(np.ptp(curve.points[:, 1]) != 0)
 
 
-def _title(field: str, name: str = "") -> str:
-    return " ".join([field.replace("_", " "), name]).strip()
+def _title(field: str) -> str:
+    return field.replace("_", " ")
 
 
 def _when(event: Mapping[str, Any]) -> str:

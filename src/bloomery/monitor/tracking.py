@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,8 +21,8 @@ from bloomery.base.errors import BloomeryError, DataError, Problem, mask
 from bloomery.base.storage import own_folder, write_atomically
 from bloomery.config.load import as_dict, leaves, load_recipe
 from bloomery.monitor import names
-from bloomery.monitor.gather import COLUMNS, GROUPS, NESTED, is_number
-from bloomery.monitor.record import Record, StepRecord, from_json
+from bloomery.monitor.gather import numbers
+from bloomery.monitor.record import Record, from_json
 
 FOLDER = "tracking"
 PACKAGES = {"mlflow": "mlflow", "wandb": "wandb"}
@@ -113,21 +113,6 @@ class WandB:
 
 
 _WRITERS: dict[str, Callable[[str, Path], Writer]] = {"mlflow": MLflow, "wandb": WandB}
-
-
-def numbers(record: Record) -> Iterator[tuple[str, float]]:
-    """Every number of a record by a name of its own."""
-    if not isinstance(record, StepRecord):
-        yield from ((f"{record.part}/{record.group}/{name}", loss) for name, loss in record.losses.items())
-        return
-    yield from record.losses.items()
-    for name in (*COLUMNS, "consumed_samples", "consumed_tokens"):
-        if is_number(value := getattr(record, name)):
-            yield name, value
-    for group in (name for name in (*GROUPS, *NESTED) if name != "losses"):
-        for path, value in leaves(getattr(record, group)):
-            if is_number(value):
-                yield f"{group}/{path}", value
 
 
 def start(kind: str, target: str, run_folder: Path) -> tuple[subprocess.Popen[bytes] | None, str]:

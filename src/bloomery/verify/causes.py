@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from statistics import median
@@ -25,7 +24,7 @@ from bloomery.monitor.history import EVENT, read_metrics, readable_lines
 from bloomery.monitor.names import Event
 from bloomery.monitor.record import StepRecord
 from bloomery.sizing.schedule import TrainingPlan
-from bloomery.verify.compare import RUN, TRACE, Recorded, gradient_differences, worst
+from bloomery.verify.compare import RUN, TRACE
 
 _SHOWN_TOKENS = 200
 _TROUBLE = (Event.SPIKE, Event.SKIPPED_UPDATE)
@@ -95,8 +94,8 @@ def recorded(run: Path) -> Numbers:
     for event in readable_lines(run / names.EVENTS_FILE, **EVENT):
         if event["kind"] in _TROUBLE:
             losses = {"lm loss": event["loss"]} if "loss" in event else event.get("losses", {})
-            told = {**losses, "grad norm": event.get("grad_norm")}
-            numbers = {name: float(value) for name, value in told.items() if value is not None}
+            numbers_of = {**losses, "grad norm": event.get("grad_norm")}
+            numbers = {name: float(value) for name, value in numbers_of.items() if value is not None}
             found.setdefault(event["step"], {}).update(numbers)
     return found
 
@@ -109,15 +108,9 @@ def to_skip(run: Path, step: int) -> str:
     return f"{step - before}-{step + after} steps"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    equal: bool
-    lines: list[str]
-
-
-def compare(run: Path, replay: Path, after: int, step: int, *, exactly: bool) -> Verdict:
-    """What the run recorded from its checkpoint `after` on, beside what the replay did. `exactly`: nothing was changed,
-    so every bit has to be the same."""
+def compare(run: Path, replay: Path, after: int, step: int, *, exactly: bool) -> tuple[bool, list[str]]:
+    """Whether they are the same, and that in words: what the run recorded from its checkpoint `after` on, beside what
+    the replay did. `exactly`: nothing was changed, so every bit has to be the same."""
     right, mine = recorded(run), recorded(replay / RUN)
     rows = [
         (at, name, value, mine.get(at, {}).get(name, math.nan))
@@ -128,7 +121,7 @@ def compare(run: Path, replay: Path, after: int, step: int, *, exactly: bool) ->
     if not rows:
         problem = Problem(
             f"{run} has recorded nothing from step {after + 1} to {max(mine, default=0)}",
-            remedy="choose another --step, or compare two replays with --against",
+            remedy="choose another --step",
         )
         raise DataError(problem)
     limit = 0.0 if exactly else 0.02
@@ -144,21 +137,11 @@ def compare(run: Path, replay: Path, after: int, step: int, *, exactly: bool) ->
     else:
         bits = "bit for bit" if exactly else f"within {limit:.0%}"
         lines.append(f"THE SAME {bits}: it is the data or the recipe, not the hardware. `bloomery explain` shows it.")
-    return Verdict(not wrong, lines)
+    return not wrong, lines
 
 
 def _same(a: float, b: float, limit: float) -> bool:
     return (math.isnan(a) and math.isnan(b)) or a == b or abs(a - b) <= limit * abs(a)
-
-
-def compare_gradients(replay: Path, other: Path) -> Verdict:
-    """Of two replays that were kept."""
-    found = gradient_differences(Recorded(replay), Recorded(other))
-    if not found:
-        raise DataError(Problem(f"{other} has no traced step in common", remedy="replay the same --step there"))
-    most = worst(found)
-    line = f"gradients differ most in {most.name}: by {most.difference:.3g} of its norm ({most.expected:.5g})"
-    return Verdict(most.difference == 0, [line])
 
 
 def gradient_norms(replay: Path, step: int) -> list[dict[str, Any]]:
