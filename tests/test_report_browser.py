@@ -28,49 +28,48 @@ const drawn = plot => {  // how many pixels of the canvas are not empty
   for (let i = 3; i < data.length; i += 4) count += data[i] > 0;
   return count;
 };
-const told = {charts: plots.length, pixels: plots.map(drawn), milliseconds: performance.now()};
+const seen = {charts: plots.length, pixels: plots.map(drawn), milliseconds: performance.now()};
 const ends = () => plots.map(plot => [plot.scales.x.min, plot.scales.x.max]);
 const press = (plot, kind, part) => {
   const box = plot.over.getBoundingClientRect(), to = kind === 'mouseup' ? document : plot.over;
   to.dispatchEvent(new MouseEvent(kind, {clientX: box.left + part * box.width, clientY: box.top + 40, button: 0,
     movementX: 9, buttons: 1, bubbles: true}));
 };
-told.before = ends();
+seen.before = ends();
 press(plots[0], 'mousemove', 0.25);
 press(plots[0], 'mousedown', 0.25);
 press(plots[0], 'mousemove', 0.5);
 press(plots[0], 'mouseup', 0.5);
 setTimeout(async () => {
-  told.zoomed = ends();
-  told.legend = plots[0].root.querySelector('.u-legend').textContent;
+  seen.zoomed = ends();
+  seen.legend = plots[0].root.querySelector('.u-legend').textContent;
   for (const button of document.querySelectorAll('.bar button[data-x]')) {
     button.click();
     await new Promise(done => setTimeout(done, 50));
-    told[button.dataset.x] = ends();
+    seen[button.dataset.x] = ends();
   }
   document.querySelector('[data-do=theme]').click();
-  told.theme = getComputedStyle(document.body).backgroundColor;
-  told.width = [document.body.scrollWidth, document.body.clientWidth];
-  document.title = JSON.stringify(told);
+  seen.theme = getComputedStyle(document.body).backgroundColor;
+  seen.width = [document.body.scrollWidth, document.body.clientWidth];
+  document.title = JSON.stringify(seen);
 }, 300);
 """
 
 
 def opened(report: Path, *, width: int = 1200) -> dict[str, Any]:
-    """What a script in a copy of the page saw. Anything on the console of the page itself, or of the copy, fails."""
+    """What a script in a copy of the page saw. Anything on its console fails."""
     copy = report.with_name("copy.html")
     page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", report.read_text())
     narrow = f"<style>body {{ width: {width}px }}</style>"  # no window of Chromium is narrower than 500
     copy.write_text(page.replace("</head>", f"{narrow}</head>").replace("</body>", f"<script>{PROBE}</script></body>"))
-    found = [chromium(path, width, report.parent / f"profile-{path.stem}") for path in (report, copy)]
-    assert [line for _, said in found for line in said.splitlines() if "CONSOLE" in line] == []
-    (title,) = re.findall("<title>(.*?)</title>", found[1][0], re.S)
+    (title,) = re.findall("<title>(.*?)</title>", chromium(copy, width), re.S)
     return dict(
         json.loads(title.replace("&quot;", '"').replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
     )
 
 
-def chromium(page: Path, width: int, profile: Path) -> tuple[str, str]:
+def chromium(page: Path, width: int = 1200) -> str:
+    profile = page.with_name(f"profile-{page.stem}")
     quiet = (
         "--headless --no-sandbox --disable-gpu --disable-background-networking --no-first-run --enable-logging=stderr"
     )
@@ -80,7 +79,8 @@ def chromium(page: Path, width: int, profile: Path) -> tuple[str, str]:
         capture_output=True, text=True, timeout=120, env={**os.environ, "HOME": str(profile)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
+    assert "CONSOLE" not in done.stderr
+    return done.stdout
 
 
 def test_the_page_draws_and_zooms_on_every_axis_and_a_script_in_a_name_stays_text(tmp_path: Path) -> None:
@@ -96,7 +96,9 @@ def test_the_page_draws_and_zooms_on_every_axis_and_a_script_in_a_name_stays_tex
     later = [step_record(n, loss=5 - n / 100, job=2, time=1_700_000_500.0 + n) for n in steps if n > 200]
     groups = [validation_record(200, group=nasty), validation_record(400, group=nasty, job=2)]
     run = make_run(tmp_path / "run", *records[:20], groups[0], *left, *later, groups[1], events=events)
-    seen = opened(write_report(run))
+    report = write_report(run)
+    chromium(report)  # as it is, with its policy against scripts of others
+    seen = opened(report)
     assert seen["charts"] >= 4
     assert all(count > 500 for count in seen["pixels"])
     low, high = seen["before"][0]
@@ -126,7 +128,7 @@ def test_a_long_run_stays_small_and_is_drawn_in_seconds(tmp_path: Path) -> None:
     """What is drawn is the same for a million steps, which `benchmarks/load.py` gathers."""
     rng, noise = np.random.default_rng(0), {f"node-{i}/power watts": 300.0 for i in range(8)}
     found, records = Gathered(), []
-    for step, each in enumerate(rng.normal(size=100_000).tolist(), 1):
+    for step, each in enumerate(rng.normal(size=20_000).tolist(), 1):
         losses = {"lm loss": 3 + each / 10 + 8 / step}
         record = step_record(step, losses=losses, grad_norm=1 + each**2, source_losses={**noise, "node-0": each})
         records.append(vars(record))

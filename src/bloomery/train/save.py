@@ -28,7 +28,7 @@ def save_if_due(run: Run, state: TrainState) -> None:
         report_uploads(run, run.uploader.poll())
     if state.spikes.rewind_due is not None:  # it saves after the rewind, or calls this again
         return
-    if run.stop.take_save_request() or run.plan.is_save_step(state.step) or _auto_due(run, state):
+    if run.stop.take_request("save") or run.plan.is_save_step(state.step) or _auto_due(run, state):
         _choose_cadence(run, state)
         save(run, state)
     elif run.local is not None and _local_due(run, state) and not state.is_suspicious:

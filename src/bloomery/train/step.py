@@ -35,7 +35,7 @@ def train_step(run: Run, state: TrainState) -> None:
     if state.loss_scale is not None:  # fp16 needs to know whether the last step overflowed before it scales this one
         flush_staged_save(run, finish_pending_step(run, state))
     scale = state.loss_scale.scale if state.loss_scale else 1.0
-    run.profiler.begin(step, requested=run.stop.take_profile_request())
+    run.profiler.begin(step, requested=run.stop.take_request("profile"))
     run.meter.timers.mark("other")
     batch = run.feed.take()
     assert (batch.first_sample, batch.size) == (state.consumed_samples, size), "loader and loop disagree"

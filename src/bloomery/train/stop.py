@@ -22,6 +22,8 @@ from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.spikes import RECOVERY_STEPS
 from bloomery.train.state import TrainState
 
+REQUESTS = ("save", "profile")
+"""Files in control/ that do not stop a run. A save that is due by the clock is such a request too."""
 _POLL_SECONDS = 0.2
 _SLOW, _LEAST_SECONDS = 3.0, 3.0
 """After a signal, a step may take so many times the slowest of the last ten, and always so long."""
@@ -73,10 +75,9 @@ class StopRules:
     _signalled_at: float = 0.0
     _requested: StopReason | None = None
     _polled_at: float = 0.0
-    _save_seen: bool = False
-    _save_agreed: bool = False
-    _profile_seen: bool = False
-    _profile_agreed: bool = False
+    _seen: set[str] = field(default_factory=set)
+    """REQUESTS seen since the last agreement."""
+    _agreed: set[str] = field(default_factory=set)
     _after_save: bool = False
     """Whether control/stop-after-save was touched."""
     _first: tuple[int, int] | None = None
@@ -93,9 +94,9 @@ class StopRules:
         """Why to stop now, or None. All ranks get the same answer: what one of them sees, all act on."""
         PULSE.step = state.step
         mine = self._own_reason(state)
-        stops, saves, profiles = self.ranks.sum([float(mine is not None), self._save_seen, self._profile_seen])
-        self._save_agreed, self._save_seen = self._save_agreed or saves > 0, False
-        self._profile_agreed, self._profile_seen = self._profile_agreed or profiles > 0, False
+        stops, *asked = self.ranks.sum([float(mine is not None), *(float(name in self._seen) for name in REQUESTS)])
+        self._agreed |= {name for name, ranks in zip(REQUESTS, asked, strict=True) if ranks}
+        self._seen.clear()
         if not stops:
             return None
         reasons: list[StopReason | None] = self.ranks.gather(mine)
@@ -108,7 +109,8 @@ class StopRules:
         self._first = self._first or (state.step, state.consumed_samples)
         if self.ranks.rank == 0:  # the files are one for all, and removed once seen
             self._poll_control_files()
-            self._save_seen |= self._is_save_overdue(state)
+            if self._is_save_overdue(state):
+                self._seen.add("save")
         if self._requested is not None:
             return self._requested
         if self._after_save and state.step == state.begun_step:
@@ -152,15 +154,11 @@ class StopRules:
             self._last_save = (state.begun_step, time.monotonic())
         return time.monotonic() - self._last_save[1] >= self.plan.seconds_between_saves_at(state.step + 1)
 
-    def take_save_request(self) -> bool:
-        """Whether control/save was touched since the last call, or a save is due by the clock. Agreed in `reason`."""
-        agreed, self._save_agreed = self._save_agreed, False
-        return agreed
-
-    def take_profile_request(self) -> bool:
-        """Whether control/profile was touched since the last call."""
-        agreed, self._profile_agreed = self._profile_agreed, False
-        return agreed
+    def take_request(self, name: str) -> bool:
+        """Whether this one of REQUESTS was made since the last call, as agreed in `reason`."""
+        is_made = name in self._agreed
+        self._agreed.discard(name)
+        return is_made
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -221,12 +219,10 @@ class StopRules:
         self._polled_at = now
         if self.writer is not None and (error := self.writer.fenced()):
             self.request(StopReason("error", str(error), error))
-        with suppress(OSError):
-            (self.control / "save").unlink()
-            self._save_seen = True
-        with suppress(OSError):
-            (self.control / "profile").unlink()
-            self._profile_seen = True
+        for name in REQUESTS:
+            with suppress(OSError):
+                (self.control / name).unlink()
+                self._seen.add(name)
         with suppress(OSError):
             (self.control / "stop").unlink()
             self.request(StopReason("control", "control/stop was touched"))
