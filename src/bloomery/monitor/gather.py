@@ -53,7 +53,7 @@ GROUPS = [each.name for each in fields(StepRecord) if each.type in (dict[str, fl
 NESTED = [each.name for each in fields(StepRecord) if each.type == dict[str, dict[str, float]]]
 """Those that are several of several places, called `place/name`."""
 _MEDIANS = ("seconds_per_step", "tokens_per_second", "tflops", "mfu")
-_numbers = itemgetter(*_NUMBERS, *_OPTIONAL)
+_numbers, _optional = itemgetter(*_NUMBERS), itemgetter(*_OPTIONAL)
 Fields = Mapping[str, Any]
 """Of a record, as JSON has them: what is not finite may be a number or its name."""
 
@@ -132,20 +132,19 @@ class Gathered:
 
     def take(self, rows: Sequence[Fields]) -> None:
         """Records that count, of one job, in the order written."""
-        self._book(rows)
         steps = [row for row in rows if row["kind"] == "step"]
         if len(steps) < len(rows):
+            self._book(rows)
             for row in rows:
                 if row["kind"] != "step":
                     self._add_validation(row)
         if not steps:
             return
-        numbers = list(map(_numbers, steps))
-        table = _array(numbers, 2)
-        if np.isnan(table[:, : len(_NUMBERS)]).any() and any(None in each[: len(_NUMBERS)] for each in numbers):
-            raise ValueError("a number is missing")
-        columns = dict(zip((*_NUMBERS, *_OPTIONAL), table.T, strict=True))
+        columns = dict(zip(_NUMBERS, _array(list(map(_numbers, steps)), 2).T, strict=True))
+        columns |= zip(_OPTIONAL, _array(list(map(_optional, steps)), 2, may_lack=True).T, strict=True)
         at = columns["step"]
+        if len(steps) == len(rows):
+            self._book(rows, at, columns["time"], columns["seconds_per_step"])
         for name, curve in self._axes.items():
             curve.extend(at, columns[name])
         for name in COLUMNS:
@@ -156,7 +155,7 @@ class Gathered:
             self._add_named(field, "", at, [row[field] for row in steps])
         for field in NESTED:
             places = [row[field] for row in steps]
-            for place in _keys(places):
+            for place in dict.fromkeys(chain.from_iterable(places)):
                 self._add_named(field, f"{place}/", at, [each.get(place, {}) for each in places])
         self.skipped_steps += int(columns["skipped_steps"].sum())
         self.nan_steps += int(columns["nan_steps"].sum())
@@ -175,12 +174,13 @@ class Gathered:
         if len(self.abandoned) > _MOST_BRANCHES:
             del self.abandoned[min(self.abandoned)]
 
-    def _book(self, rows: Sequence[Fields], *, abandoned: bool = False) -> None:
+    def _book(self, rows: Sequence[Fields], *known: Values, abandoned: bool = False) -> None:
+        """`known`: the step, the time and the seconds of each, where all are steps."""
         if not rows:
             return
-        steps, times = _array([row["step"] for row in rows]), _array([row["time"] for row in rows])
-        seconds = np.array([row.get("seconds_per_step") for row in rows], dtype=np.float64)
-        is_step = np.array([row["kind"] == "step" for row in rows])
+        names = ("step", "time", "seconds_per_step")
+        steps, times, seconds = known or (_array([row.get(name) for row in rows], may_lack=True) for name in names)
+        is_step = np.ones(len(rows), bool) if known else np.array([row["kind"] == "step" for row in rows])
         self.ledger.records(rows[0]["job"], steps, times, seconds, is_step, abandoned=abandoned)
         if not abandoned:
             self.jobs.add(str(rows[0]["job"]))
@@ -195,10 +195,14 @@ class Gathered:
             self.series[field, name].extend(at, values)
 
     def _add_named(self, field: str, place: str, at: Values, groups: list[dict[str, Any]]) -> None:
-        for name in _keys(groups):
-            values = [each[name] for each in groups if name in each]
-            known = None if len(values) == len(groups) else np.array([name in each for each in groups])
-            self.series[field, place + name].extend(at if known is None else at[known], _array(values))
+        if not any(groups):
+            return
+        names = list(groups[0])
+        alike = all(map(names.__eq__, map(list, groups)))
+        for name in names if alike else dict.fromkeys(chain.from_iterable(groups)):
+            having = groups if alike else [each for each in groups if name in each]
+            steps = at if alike else at[[name in each for each in groups]]
+            self.series[field, place + name].extend(steps, _array(list(map(itemgetter(name), having))))
 
     def _add_validation(self, row: Fields) -> None:
         record = from_json(strict_json(row))
@@ -274,16 +278,14 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _array(values: Sequence[Any], dimensions: int = 1) -> Values:
-    """ValueError or TypeError if these are no numbers."""
+def _array(values: Sequence[Any], dimensions: int = 1, *, may_lack: bool = False) -> Values:
+    """ValueError or TypeError if these are no numbers; None is one only if they `may_lack` some."""
     found = np.array(values, dtype=np.float64)
-    if found.ndim != dimensions or (dimensions == 1 and None in values):
+    if found.ndim != dimensions or (
+        not may_lack and np.isnan(found).any() and None in (values if dimensions == 1 else chain.from_iterable(values))
+    ):
         raise ValueError("a number is missing")
     return found
-
-
-def _keys(groups: list[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(chain.from_iterable(map(dict.keys, groups))))
 
 
 def numbers(record: Record) -> Iterator[tuple[str, float]]:
