@@ -193,6 +193,11 @@ def test_a_ramp_may_begin_with_fewer_micro_batches_than_stages(recipe_of: Callab
     assert simulate_rank(recipe, Layout.of(recipe), 2)["forward_passes_held"] == 2
 
 
+def test_an_encoder_is_simulated_too(command: Command) -> None:
+    words = ("model.num_layers=2", "--simulate-world", "2", "--json")
+    assert json.loads(command("verify", "bert-large", *words)[1])["ranks"][0]["memory_bytes"]["activations"] > 0
+
+
 # ---------------------------------------------------------------- the command
 
 

@@ -74,12 +74,13 @@ def simulate_world(recipe: Recipe, rank: int | None = None) -> dict[str, Any]:
 
 def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> dict[str, Any]:
     """`layers` are those of each of its pipeline stages; `owned_elements` those that it alone counts and saves."""
+    batch = _batch(recipe)
     with _fake_world(layout, rank) as mesh:
         parts, meter = outline(recipe, mesh, compile_model=False), MemoryMeter()
         with fake_accelerator(meter):
             parts = _compute_in(recipe, give_memory(parts, _CPU))
-            gradients, held = Gradients(parts.weights, mesh), _held_elements(parts)
-            memory, in_flight = _measure(recipe, parts, gradients, meter, weight_bytes(recipe, layout, held))
+            passes, held = _Passes(recipe, parts, batch), _held_elements(parts)
+            memory, in_flight = _measure(recipe, parts, passes, meter, weight_bytes(recipe, layout, held))
     layers, embedding, head = stage_part(recipe, layout, mesh.pp)
     return {
         "rank": rank,
@@ -131,7 +132,7 @@ def _compute_in(recipe: Recipe, parts: Parallelised) -> Parallelised:
 
 
 def _measure(
-    recipe: Recipe, parts: Parallelised, gradients: Gradients, meter: MemoryMeter, known: WeightBytes
+    recipe: Recipe, parts: Parallelised, passes: _Passes, meter: MemoryMeter, known: WeightBytes
 ) -> tuple[dict[str, int], int]:
     """(bytes of the rank by purpose, forward passes that are held at once). `known`: what needs no simulation.
 
@@ -140,9 +141,8 @@ def _measure(
     step. `activations`: at the peak, kept by all micro-batches in flight, and the working memory of a backward pass."""
     mesh, parallel = parts.mesh, recipe.parallel
     count = micro_batches(recipe, mesh.layout)
-    passes = _Passes(recipe, parts, gradients)
     peak, in_flight, kept = 0, 1, [0] * len(parts.stages)
-    gradients.clear(micro_batches=count)
+    passes.gradients.clear(micro_batches=count)
     if count > 1:
         for stage in parts.stages:
             passes.forward(stage, last=False)()
@@ -157,7 +157,7 @@ def _measure(
     meter.restart()
     for stage in parts.stages:
         passes.forward(stage, last=True)()
-    gradients.reduce_across_ranks()
+    passes.gradients.reduce_across_ranks()
     peak = max(peak, meter.peak_bytes)
     buffers = count * passes.received_bytes
     peak += known.optimizer + buffers - passes.received_bytes
@@ -179,14 +179,17 @@ def _held_elements(parts: Parallelised) -> HeldElements:
 class _Passes:
     """Fake micro-batches through the stages of a rank, as runner.py and pipeline.py send real ones."""
 
-    def __init__(self, recipe: Recipe, parts: Parallelised, gradients: Gradients) -> None:
+    def __init__(self, recipe: Recipe, parts: Parallelised, batch: Batch) -> None:
         self._stages = parts.stages
-        self._gradients = gradients
+        self.gradients = Gradients(parts.weights, parts.mesh)
         self._mesh = parts.mesh
         self._zero = recipe.parallel.zero if parts.mesh.layout.pp == 1 else min(1, recipe.parallel.zero)
         self._num_stages = parts.mesh.layout.pp * recipe.parallel.chunks
         self._losses = vocabulary_losses(recipe.model, parts.mesh.tp_group, _CPU)
-        self._batch = own_tokens(_batch(recipe), parts.mesh, recipe.model.seq_length)
+        counted = Batch(
+            *({name: each.clone() for name, each in part.items()} for part in (batch.inputs, batch.targets))
+        )
+        self._batch = own_tokens(counted, parts.mesh, recipe.model.seq_length)
         buffer = partial(torch.empty_like, hidden_states(recipe, parts.mesh), device=_CPU, requires_grad=False)
         self._from_before = {n: buffer() for n in parts.stages if n > 0}
         self._from_behind = {n: buffer() for n in parts.stages if n < self._num_stages - 1}
@@ -214,7 +217,7 @@ class _Passes:
 
     def _backward(self, root: Tensor, gradient: Tensor | None, *held: Any) -> None:
         torch.autograd.backward(root, gradient)
-        self._gradients.accumulate()
+        self.gradients.accumulate()
 
     def measure(self, stage: int, meter: MemoryMeter) -> tuple[int, int]:
         """(bytes that a micro-batch keeps, bytes that its passes need on top of that)."""
