@@ -32,7 +32,7 @@ from bloomery.plan.memory import memory
 from bloomery.plan.search import Ranking, layout_name, preference, with_layout
 from bloomery.plan.step_time import PARTS, gemm_seconds, step_time
 from bloomery.plan.trials import Trial
-from bloomery.sizing.check import layout_problems, nothing_done
+from bloomery.sizing.check import layout_problems
 from bloomery.sizing.layout import Layout, Place, world_size
 from bloomery.sizing.memory import held_elements, weight_bytes
 from conftest import Workshop
@@ -292,7 +292,7 @@ def test_layouts_of_the_grid_are_legal(name: str) -> None:
     for row in rows:
         layout = layout_name(dict(zip(COLUMNS, row, strict=True)))
         _, loaded = with_layout(name, [], layout, 8)
-        assert not layout_problems(loaded.recipe, nothing_done), layout
+        assert not layout_problems(loaded.recipe), layout
         assert world_size(loaded.recipe) == 48
 
 
@@ -309,7 +309,7 @@ def test_no_legal_layout_is_missing_from_the_grid() -> None:
                     parallel = base.parallel.model_copy(update=changed)
                     batch = base.batch.model_copy(update={"micro_batch_size": micro})
                     tried = base.model_copy(update={"parallel": parallel, "batch": batch})
-                    is_legal = tp * pp * cp <= 8 and not layout_problems(tried, nothing_done)
+                    is_legal = tp * pp * cp <= 8 and not layout_problems(tried)
                     assert is_legal == ((tp, pp, cp, micro) in grid), (tp, pp, cp, micro)
 
 

@@ -50,7 +50,7 @@ COMMANDS = {
     "sync": ("sync", "carry a run's new files to a hub, a bucket, a git remote or a folder"),
     "watch install": ("watch", "look every hour or day, by a Slurm job that submits itself again"),
     "watch": ("watch", "what a run is doing, live; --pulse: a line in its log, and alerts"),
-    "scale": ("scale", "what more nodes bring: tokens per second and efficiency of short trainings"),
+    "scale": ("planner", "what more nodes bring: tokens per second and efficiency of short trainings"),
     "stop": ("watch", "ask a training to save and stop; --after-save: once its next scheduled checkpoint is begun"),
     "explain": ("report", "the documents that a step of a run read, those of the highest loss first"),
     "replay": ("report", "do one step of a run again, to tell bad data from bad hardware"),

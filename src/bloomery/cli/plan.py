@@ -88,7 +88,7 @@ def _question(args: argparse.Namespace, catalogue: Catalogue) -> Question:
     from bloomery.plan.constants import fitted
     from bloomery.plan.hardware import Machine, here, named
     from bloomery.plan.search import Ranking, with_layout
-    from bloomery.sizing.check import layout_problems, nothing_done
+    from bloomery.sizing.check import layout_problems
     from bloomery.sizing.layout import ranks_per_node
 
     name = args.gpu or (here() if here() in catalogue.devices else _GPU)
@@ -101,7 +101,7 @@ def _question(args: argparse.Namespace, catalogue: Catalogue) -> Question:
     machine = Machine.of(catalogue, name, args.network, device.node if alone else ranks_per_node(recipe))
     if args.why:
         recipe = with_layout(args.recipe, args.overrides, args.why, machine.node)[1].recipe
-    elif (args.gpus or args.nodes) and (wrong := layout_problems(recipe, nothing_done)):
+    elif (args.gpus or args.nodes) and (wrong := layout_problems(recipe)):
         ranking = Ranking.of(Question(recipe, machine, constants))
         best = ranking.name(ranking.best())
         words, loaded = with_layout(args.recipe, given, best, machine.node)

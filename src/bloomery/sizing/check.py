@@ -37,16 +37,12 @@ Done = Callable[[Recipe], int]
 """Samples that its run has consumed: the levels of its ramp that are behind it need not fit the layout any more."""
 
 
-def nothing_done(recipe: Recipe) -> int:
-    return 0
-
-
-def load_checked_recipe(name: str, overrides: Sequence[str] = (), *, done: Done = nothing_done) -> LoadedRecipe:
+def load_checked_recipe(name: str, overrides: Sequence[str] = (), *, done: Done = lambda _: 0) -> LoadedRecipe:
     """The recipe, or RecipeError with every problem in the order of the file: of the schema, or else of the rules."""
     return check(load_recipe(name, overrides), done)
 
 
-def check(loaded: LoadedRecipe, done: Done = nothing_done) -> LoadedRecipe:
+def check(loaded: LoadedRecipe, done: Done = lambda _: 0) -> LoadedRecipe:
     """The recipe with its warnings, or RecipeError with every broken rule."""
     values, problems, warnings = as_dict(loaded.recipe), list[Problem](), list[Problem]()
     for found in _findings(RULES, loaded.recipe, done):
@@ -235,7 +231,7 @@ def _multiples(number: int, unit: int) -> str:
     return " or ".join(str(n) for n in (number // unit * unit, (number // unit + 1) * unit) if n)
 
 
-def batch(recipe: Recipe, done: Done = nothing_done) -> Findings:
+def batch(recipe: Recipe, done: Done = lambda _: 0) -> Findings:
     """Every level of the ramp must be fed too: the reference finds out days later, when it reaches the level."""
     full, ramp, parallel = recipe.batch.global_batch_size, recipe.batch.rampup, recipe.parallel
     replicas, levels = max(1, Layout.of(recipe).dp), _ramp_levels(recipe)
@@ -442,7 +438,7 @@ def _findings(rules: Sequence[Rule], recipe: Recipe, done: Done) -> list[Finding
 
 
 def fit(
-    recipe: Recipe, *, nodes: int, ranks_per_node: int, done: Done = nothing_done
+    recipe: Recipe, *, nodes: int, ranks_per_node: int, done: Done = lambda _: 0
 ) -> tuple[Recipe, list[str]] | None:
     """(the recipe for another number of ranks, what had to change and why); None if nothing fits.
 
@@ -484,7 +480,7 @@ def _layouts(recipe: Recipe) -> Iterator[Recipe]:
             yield recipe.model_copy(update={"parallel": parallel.model_copy(update=changed), "batch": batch})
 
 
-def layout_problems(recipe: Recipe, done: Done) -> list[str]:
+def layout_problems(recipe: Recipe, done: Done = lambda _: 0) -> list[str]:
     return [found.rule for found in _findings(_LAYOUT_RULES, recipe, done) if not found.is_warning]
 
 

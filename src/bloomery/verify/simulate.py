@@ -186,9 +186,8 @@ class _Passes:
         self._zero = recipe.parallel.zero if parts.mesh.layout.pp == 1 else min(1, recipe.parallel.zero)
         self._num_stages = parts.mesh.layout.pp * recipe.parallel.chunks
         self._losses = vocabulary_losses(recipe.model, parts.mesh.tp_group, _CPU)
-        counted = Batch(
-            *({name: each.clone() for name, each in part.items()} for part in (batch.inputs, batch.targets))
-        )
+        inputs, targets = ({n: each.clone() for n, each in part.items()} for part in (batch.inputs, batch.targets))
+        counted = replace(batch, inputs=inputs, targets=targets)
         self._batch = own_tokens(counted, parts.mesh, recipe.model.seq_length)
         buffer = partial(torch.empty_like, hidden_states(recipe, parts.mesh), device=_CPU, requires_grad=False)
         self._from_before = {n: buffer() for n in parts.stages if n > 0}
