@@ -47,7 +47,7 @@ COMMANDS = {
     "train": ("train", "train, or resume where the run stopped"),
     "launch": ("launch", "start a training on this machine, hosts, Slurm or AzureML, and again until it is done"),
     "doctor": ("doctor", "what this machine has, what is missing for which feature, and whether it can train a recipe"),
-    "sync": ("sync", "carry a run's new files to a hub, a bucket, a git remote or a folder"),
+    "sync": ("watch", "carry a run's new files to a hub, a bucket, a git remote or a folder"),
     "watch install": ("watch", "look every hour or day, by a Slurm job that submits itself again"),
     "watch": ("watch", "what a run is doing, live; --pulse: a line in its log, and alerts"),
     "scale": ("planner", "what more nodes bring: tokens per second and efficiency of short trainings"),

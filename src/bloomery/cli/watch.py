@@ -1,6 +1,7 @@
 """`bloomery watch RUN`: what a run is doing, live; `--pulse`: once, into its log, with alerts.
 `bloomery watch install RUN`: that every hour or day, by a Slurm job that submits itself again.
-`bloomery stop RUN`: ask a training to save and stop, by its control files; any colleague who may write there can."""
+`bloomery stop RUN`: ask a training to save and stop, by its control files; any colleague who may write there can.
+`bloomery sync RUN TARGET`: carry its files to a hub, a bucket, a git remote or a folder."""
 
 from __future__ import annotations
 
@@ -8,20 +9,22 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from bloomery.base import exit_codes, signals
-from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.base.doing import doing
+from bloomery.base.errors import DataError, Problem, RecipeError, StorageError
 from bloomery.base.storage import append_line, open_plain, reason, writing
 from bloomery.base.units import parse_duration
-from bloomery.cli.arguments import add_json, show
+from bloomery.cli.arguments import add_json, show, whole_number
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import AlertsSection, Recipe
 from bloomery.launch import cron
 from bloomery.launch.job import training_job
-from bloomery.launch.notify import notify
-from bloomery.launch.watch import Status, forget_alerts, new_alerts, pulse, status_of
+from bloomery.launch.watch import Status, forget_alerts, new_alerts, notify, pulse, status_of
 from bloomery.monitor import names
 
 _SECONDS = 2.0
@@ -120,3 +123,44 @@ def run_stop(args: argparse.Namespace) -> int:
         os.close(open_plain(control / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     print(f"{args.run}: asked to stop{' after its next checkpoint' if args.after_save else ''}")
     return exit_codes.OK
+
+
+def add_arguments_sync(parser: argparse.ArgumentParser) -> None:
+    place = (
+        "hf://org/name, s3://..., abfs://..., gs://..., git+URL or a folder; with {part}, one for each of four parts"
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument("target", metavar="TARGET", help=place)
+    parser.add_argument("--include", metavar="GLOB", action="append", default=[], help="only these files; repeatable")
+    parser.add_argument(
+        "--watch", metavar="SECONDS", type=whole_number(1), help="again and again, so many seconds apart"
+    )
+    add_json(parser, "counts")
+
+
+def run_sync(args: argparse.Namespace) -> int:
+    from bloomery.launch.sync import sync, targets
+
+    if not args.run.is_dir():
+        remedy = "give the folder of a run, usually runs/<name>"
+        raise DataError(Problem(f"there is no run at {args.run}", remedy=remedy))
+    while True:
+        parts = targets(args.target, args.include).items()
+        try:
+            with doing(f"copying to {args.target}"):
+                done = {target: sync(args.run, target, patterns) for target, patterns in parts}
+            facts = {"targets": [{"target": target, "files": len(files)} for target, files in done.items()]}
+            code = show(args, facts, partial(_sync_text, done))
+        except (DataError, StorageError) as error:  # another time the network is back, or the other sync is done
+            if args.watch is None:
+                raise
+            signals.say(f"{error}. Next try in {args.watch} s")
+        if args.watch is None:
+            return code
+        sys.stdout.flush()
+        time.sleep(args.watch)
+
+
+def _sync_text(done: Mapping[str, Sequence[str]], _: object) -> str:
+    lines = [f"{target}: {f'{len(files):,} files' if files else 'nothing new'}" for target, files in done.items()]
+    return "\n".join(lines)
