@@ -162,14 +162,14 @@ def scores(runs: Sequence[Path]) -> dict[str, Any]:
     return {
         "runs": rows,
         "median_error": {name: float(np.median(found)) if found else None for name, found in errors.items()},
-        "trend": {name: _trend(found) for name, found in errors.items()},
+        # By how much the error of the newer half is smaller (negative) or larger.
+        "trend": {
+            name: float(np.median(found[len(found) // 2 :]) - np.median(found[: len(found) // 2]))
+            if found[1:]
+            else None
+            for name, found in errors.items()
+        },
     }
-
-
-def _trend(errors: list[float]) -> float | None:
-    """By how much the error of the newer half is smaller (negative) or larger; None for fewer than two runs."""
-    half = len(errors) // 2
-    return float(np.median(errors[half:]) - np.median(errors[:half])) if half else None
 
 
 def _score(run: Path) -> dict[str, Any]:

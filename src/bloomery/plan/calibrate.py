@@ -116,8 +116,8 @@ def _kernels(measured: Mapping[str, Any], machine: Machine) -> Iterator[tuple[Ca
         yield partial(_attention, setup), each["seconds"]
 
 
-def _attention(setup: Setup, pace: Constants) -> Column:
-    forward, backward = attention_seconds(setup, pace)
+def _attention(setup: Setup, constants: Constants) -> Column:
+    forward, backward = attention_seconds(setup, constants)
     return forward + backward
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -49,21 +49,13 @@ def activation_bytes_per_layer(s: Setup, kind: Column, footprint: Constants) -> 
     return tokens * np.where(kind == 2, 2 * h / outer_ways, whole)
 
 
-def micro_batches_in_flight(s: Setup) -> Column:
-    """Of the first stage under 1F1B; interleaving keeps more, in chunks."""
-    ideal = s.pp * np.where(s.chunks > 1, 1 + (s.pp - 1) / (s.pp * s.chunks), 1.0)
-    return np.minimum(ideal, s.micro_batches)
-
-
 def memory(s: Setup, footprint: Constants) -> Memory:
     """Of the fullest rank: of the first stage, which keeps most micro-batches, or of the last, which has the logits."""
     first, last = stage_memory(s, footprint, is_last=False), stage_memory(s, footprint, is_last=True)
     is_first = first.expected >= last.expected
-    return Memory(*(np.where(is_first, one, other) for one, other in zip(_parts(first), _parts(last), strict=True)))
-
-
-def _parts(found: Memory) -> list[Column]:
-    return [getattr(found, field.name) for field in fields(Memory)]
+    return Memory(
+        *(np.where(is_first, one, other) for one, other in zip(vars(first).values(), vars(last).values(), strict=True))
+    )
 
 
 def stage_memory(s: Setup, footprint: Constants, *, is_last: bool) -> Memory:
@@ -74,7 +66,9 @@ def stage_memory(s: Setup, footprint: Constants, *, is_last: bool) -> Memory:
     none = np.zeros_like(s.recompute)
     whole = footprint.workspace * activation_bytes_per_layer(s, none, footprint)
     workspace = np.where(s.recompute == 2, whole, np.where(s.recompute == 3, inner, 0.0))
-    in_flight = np.minimum(s.micro_batches, 1 + (s.pp - 1) / s.pp) if is_last else micro_batches_in_flight(s)
+    # Of the first stage under 1F1B; interleaving keeps more, in chunks.
+    of_first = s.pp * np.where(s.chunks > 1, 1 + (s.pp - 1) / (s.pp * s.chunks), 1.0)
+    in_flight = np.minimum(s.micro_batches, 1 + (s.pp - 1) / s.pp if is_last else of_first)
     has_logits = np.where(s.pp > 1, float(is_last), 1.0)
     live = np.where(sharded, 4 * (2 * s.layer_parameters + s.vocab * s.hidden) / s.tp, 0.0)
     bucket = np.where(

@@ -26,6 +26,11 @@ _MOST_POINTS = 400
 
 def picture_page(answer: Answer, recipe: Recipe) -> str:
     facts = answer.facts
+    training, machine = facts["training"], facts["machine"]
+    lead = (
+        f"{facts['world']:,} x {machine['gpu']}, {machine['network']}: {training['days']:.3g} days, "
+        f"{training['usd']:,.0f} USD, {training['energy_mwh']:.3g} MWh, {training['carbon_tonnes']:.3g} t CO2e"
+    )
     ranking, order = answer.ranking, answer.ranking.order[:3]
     memory = {"this layout": {name: float(facts["memory_bytes"][name]) for name in _MEMORY}} | {
         ranking.name(row): {name: float(getattr(ranking.memory, name)[row]) for name in _MEMORY} for row in order
@@ -33,7 +38,7 @@ def picture_page(answer: Answer, recipe: Recipe) -> str:
     seconds = facts["step"]["step_seconds"]
     steps = {part: facts["step_share"][part] * seconds for part in PARTS}
     body = [
-        f'<h1>{escape(recipe.name)}</h1><p class="lead">{escape(_lead(facts))}</p>',
+        f'<h1>{escape(recipe.name)}</h1><p class="lead">{escape(lead)}</p>',
         _bars("memory of the fullest rank", memory, format_bytes, limit=float(facts["memory_bytes"]["device_has"])),
         _bars("a step, from its start to its end", _waterfall(steps), lambda value: f"{value:.3g} s", limit=seconds),
         '<div class="charts">',
@@ -54,23 +59,18 @@ def trial_page(name: str, facts: Mapping[str, Any]) -> str:
     better = "" if facts["improvement"] is None else f", {facts['improvement']:+.1%} against the untuned recipe"
     body = [
         f"<h1>{escape(name)}, tuned</h1><p class='lead'>{escape(facts['best'])}{better}</p>",
-        _bars("tokens per second", speed, lambda value: f"{value:,.0f}", limit=max(map(_size, speed.values()))),
-        _bars("peak memory", memory, format_bytes, limit=max(map(_size, memory.values()))),
+        _bars(
+            "tokens per second",
+            speed,
+            lambda value: f"{value:,.0f}",
+            limit=max(size for each in speed.values() for size in each.values()),
+        ),
+        _bars(
+            "peak memory", memory, format_bytes, limit=max(size for each in memory.values() for size in each.values())
+        ),
         f"<p><code>{escape(facts['command'])}</code></p>",
     ]
     return page(f"{name} · tuned · Bloomery", "\n".join(body))
-
-
-def _size(parts: Mapping[str, float]) -> float:
-    return sum(parts.values())
-
-
-def _lead(facts: Mapping[str, Any]) -> str:
-    training, machine = facts["training"], facts["machine"]
-    return (
-        f"{facts['world']:,} x {machine['gpu']}, {machine['network']}: {training['days']:.3g} days, "
-        f"{training['usd']:,.0f} USD, {training['energy_mwh']:.3g} MWh, {training['carbon_tonnes']:.3g} t CO2e"
-    )
 
 
 def _bars(title: str, rows: Mapping[str, Mapping[str, float]], text: Any, *, limit: float) -> str:
@@ -80,8 +80,11 @@ def _bars(title: str, rows: Mapping[str, Mapping[str, float]], text: Any, *, lim
     colours = dict(zip(names, _COLOURS, strict=False))
     lines = [f"<figure class='wide'><figcaption>{escape(title)}, of {escape(text(limit))}</figcaption>"]
     for row, parts in rows.items():
-        whole = sum(size for name, size in parts.items() if _is_shown(name))
-        pieces = "".join(_piece(name, size, size / widest, colours, text) for name, size in parts.items())
+        whole, pieces = sum(size for name, size in parts.items() if _is_shown(name)), ""
+        for name, size in parts.items():
+            title = escape(f"{name}: {text(size)}") if _is_shown(name) else ""
+            style = f"width:{100 * (size / widest):.3f}%;background:{colours.get(name, 'transparent')}"
+            pieces += f"<div title='{title}' style='{style}'></div>"
         lines.append(f"<div>{escape(row)}: {escape(text(whole))}</div>")
         lines.append(f"<div style='display:flex;height:1.6em;margin-bottom:.6em'>{pieces}</div>")
     swatch = "display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 1em;background:"
@@ -91,12 +94,6 @@ def _bars(title: str, rows: Mapping[str, Mapping[str, float]], text: Any, *, lim
 
 def _is_shown(name: str) -> bool:
     return not name.startswith(" ")
-
-
-def _piece(name: str, size: float, share: float, colours: Mapping[str, str], text: Any) -> str:
-    colour = colours.get(name, "transparent")
-    title = f"{name}: {text(size)}" if _is_shown(name) else ""
-    return f"<div title='{escape(title)}' style='width:{100 * share:.3f}%;background:{colour}'></div>"
 
 
 def _waterfall(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:

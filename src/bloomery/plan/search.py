@@ -135,7 +135,13 @@ def why(asked: Question) -> list[str]:
     best = ranking.best()
     safe = float(used.expected) * asked.constants.safe
     have = float(asked.setup.memory_bytes)
-    says = [_fits(used, safe, have)]
+    fits = f"It needs {float(used.expected) / _GIB:.4g} GiB, {safe / _GIB:.4g} GiB with a safe margin"
+    if safe <= have:
+        says = [f"{fits}, and fits in {have / _GIB:.4g} GiB."]
+    elif float(used.expected) <= have:
+        says = [f"{fits}: it may run out of the {have / _GIB:.4g} GiB that there are."]
+    else:
+        says = [f"{fits}: it does not fit in {have / _GIB:.4g} GiB."]
     mine, theirs = float(time.total), float(ranking.time.total[best])
     name = ranking.name(best)
     if mine <= theirs * 1.001:
@@ -146,12 +152,3 @@ def why(asked: Question) -> list[str]:
         if gaps[part] > 0.02 * (mine - theirs):
             says.append(f"+{gaps[part]:.3g} s: {_REASONS[part]}.")
     return says
-
-
-def _fits(used: Memory, safe: float, have: float) -> str:
-    text = f"It needs {float(used.expected) / _GIB:.4g} GiB, {safe / _GIB:.4g} GiB with a safe margin"
-    if safe <= have:
-        return f"{text}, and fits in {have / _GIB:.4g} GiB."
-    if float(used.expected) <= have:
-        return f"{text}: it may run out of the {have / _GIB:.4g} GiB that there are."
-    return f"{text}: it does not fit in {have / _GIB:.4g} GiB."

@@ -76,12 +76,6 @@ class Setup:
     def of(cls, **numbers: Any) -> Setup:
         return cls(**{field.name: np.asarray(numbers[field.name], dtype=np.float64) for field in fields(cls)})
 
-    def where(self, chosen: Any) -> Setup:
-        """These candidates alone."""
-        size = len(chosen)
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Setup(**{name: np.broadcast_to(column, size)[chosen] for name, column in columns.items()})
-
     @property
     def is_fp8(self) -> Column:
         return np.where(self.peak_flops > self.bf16_flops, 1.0, 0.0)

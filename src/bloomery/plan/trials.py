@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -71,8 +71,8 @@ class Bench:
         """What the newest trial printed."""
         return self.folder / "stderr.txt"
 
-    def run(self, words: Sequence[str], is_loser: Callable[[float], bool] = lambda _: False) -> Trial:
-        """`is_loser`: of tokens per second; one is ended as soon as it is seen to be slow."""
+    def run(self, words: Sequence[str], slower_than: float = 0.0) -> Trial:
+        """`slower_than`: tokens per second; one is ended as soon as it is seen to be slower."""
         run = self.folder / "trial"
         remove_tree(run)
         make_folder(self.folder)
@@ -91,7 +91,7 @@ class Bench:
                 preexec_fn=partial(signals.end_with_parent, signal.SIGKILL),
             )
             try:
-                outcome = self._watch(job, run, is_loser)
+                outcome = self._watch(job, run, slower_than)
             finally:
                 _end_session(job)
             said.seek(0)
@@ -108,14 +108,14 @@ class Bench:
             **{**vars(found), "outcome": outcome if outcome != "ok" else "failed", "said": (lines or [""])[-1]}
         )
 
-    def _watch(self, job: subprocess.Popen[bytes], run: Path, is_loser: Callable[[float], bool]) -> str:
+    def _watch(self, job: subprocess.Popen[bytes], run: Path, slower_than: float) -> str:
         deadline = time.monotonic() + self.limit_seconds
         while job.poll() is None and time.monotonic() < deadline:
             if self.on == "local":
                 found = _figures(run)
                 if len(found) >= self.figures:
                     return "ok"
-                if found and is_loser(max(each["tokens_per_second"] for each in found)):
+                if found and max(each["tokens_per_second"] for each in found) < slower_than:
                     return "stopped early"
             time.sleep(_POLL_SECONDS)
         if (code := job.poll()) == -signal.SIGKILL:  # by the kernel: the host's memory was full

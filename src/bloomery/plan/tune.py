@@ -93,7 +93,9 @@ class Search:
             candidate = self.next()
         while candidate is not None:
             say(f"trial {len(self.trials) + 1}: {' '.join(candidate.words) or 'the recipe as it is'} ...")
-            trial = self.bench.run(candidate.words, self._is_loser if self.objective != "fit" else lambda _: False)
+            best = None if self.everything or self.objective == "fit" else self.best
+            slow = _LOSER * (best.tokens_per_second or 0.0) if best else 0.0
+            trial = self.bench.run(candidate.words, slower_than=slow)
             append_line(journal, json.dumps(asdict(trial)))
             self.trials.append(trial)
             candidate = self.next()
@@ -126,10 +128,6 @@ class Search:
         done = self.best
         is_hopeless = best is None or (done and hoped(best) * _DOUBT < self.score(done))
         return None if is_hopeless and not self.everything else best
-
-    def _is_loser(self, tokens_per_second: float) -> bool:
-        best = None if self.everything else self.best
-        return best is not None and tokens_per_second < _LOSER * (best.tokens_per_second or 0.0)
 
 
 def candidates(
