@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 
 from bloomery.base.errors import DataError, StorageError
+from bloomery.data import tokenizer as module
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
 from bloomery.data.tokenizer_files import _byte_letters
 from bloomery.interop.hf.export import write_tokenizer
@@ -39,6 +40,24 @@ def test_any_text_comes_back(tokenizer, text):
     (ids,) = tokenizer.encode_batch([text])
     assert ids.dtype == np.int64
     assert tokenizer.decode(ids) == text
+
+
+def test_a_large_tokenizer_is_read_only_where_a_text_is(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "_LARGE_BYTES", 1)
+    first = Tokenizer.load(str(folder))
+    monkeypatch.setattr(module, "as_tokenizer_json", None)
+    again = Tokenizer.load(str(folder))
+    facts = [(each.vocab_size, each.content_hash, each.eod_id) for each in (first, again)]
+    assert facts[0] == facts[1]
+    monkeypatch.undo()
+    assert again.encode_batch(["the end"])[0].tolist() == first.encode_batch(["the end"])[0].tolist()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "_LARGE_BYTES", 1)
+    (memory,) = (tmp_path / "bloomery").iterdir()
+    memory.write_text('{"vocab_size": "many"}')
+    assert Tokenizer.load(str(folder)).content_hash == first.content_hash
+    assert "many" not in memory.read_text()
 
 
 def test_a_document_cannot_forge_its_end(tokenizer):

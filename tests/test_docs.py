@@ -27,13 +27,16 @@ import pytest
 
 import rank_commands
 from bloomery.base import exit_codes
+from bloomery.base.units import format_count
 from bloomery.cli.main import COMMANDS, main
 from bloomery.config.load import load_recipe, shipped_recipes
+from bloomery.interop.hf.maps import their_shapes
 from bloomery.launch.local import run_local_ranks
 from bloomery.monitor import names
 from bloomery.monitor.record import StepRecord, ValidationRecord
 from bloomery.monitor.tensorboard import AXES, scalars
 from bloomery.sizing.parameters import count_parameters
+from bloomery.sizing.schedule import TrainingPlan
 from monitor_samples import step_record, validation_record
 
 ROOT = Path(__file__).parents[1]
@@ -241,6 +244,14 @@ def test_the_quickstart_prints_what_the_readme_shows(
     assert code == 0, err
     (step,) = next(block for block in blocks(ROOT / "README.md") if block.language == "console").steps()
     assert step.command == "make quickstart"
+    recipe = load_recipe("quickstart").recipe
+    steps, tensors = TrainingPlan.of(recipe).train_steps, len(their_shapes(recipe.model))
+    parameters = format_count(count_parameters(recipe.model).total)
+    counts = re.findall(r"([\d.,]+\w?) (entries|parameters|steps|tensors)|(?:at )?(step) (\d+)", "\n".join(step.shown))
+    assert {(kind or at, count or number) for count, kind, at, number in counts} == {
+        ("entries", f"{recipe.model.vocab_size:,}"), ("parameters", parameters), ("tensors", str(tensors)),
+        *((word, str(count)) for word in ("step", "steps") for count in (steps // 2, steps)),
+    }  # fmt: skip
     assert "$(BIN)/bloomery quickstart" in (ROOT / "Makefile").read_text()
     step.shown = [line for line in step.shown if not line.startswith("def read(self, ")]  # the sample
     assert_shown(step, out, exactly=False, counts=False)  # QUICK has fewer of all

@@ -1,6 +1,9 @@
 """Whatever takes long says what it is doing, and disturbs nothing by it."""
 
+import contextlib
 import os
+import pty
+import re
 import subprocess
 import sys
 import time
@@ -26,6 +29,24 @@ def in_python(code: str, *, closed: str = "") -> str:
 def test_long_work_says_what_it_is_once_and_short_work_nothing() -> None:
     said = in_python("with doing('short'): pass\nwith doing('digging'): time.sleep(1.5)\nwith doing('short'): pass")
     assert said == "0 bloomery: digging\n"
+
+
+def test_a_terminal_gets_a_bar_that_leaves_nothing_behind() -> None:
+    code = (
+        "with doing('digging') as work:\n for _ in work.over(range(4), 4): time.sleep(0.6)\nprint('done', flush=True)"
+    )
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "BLOOMERY_SAY_AFTER": "0.2", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, "-c", LISTENS + code], env=environment, stdout=theirs, stderr=theirs):
+        os.close(theirs)
+        said = b""
+        with contextlib.suppress(OSError):  # the end, on Linux
+            while more := os.read(ours, 1 << 12):
+                said += more
+    os.close(ours)
+    assert re.search(rb"\r\x1b\[Kbloomery: digging \[#{5,15}\.{5,15}\]  (25|50|75)%", said)
+    assert said.endswith(b"%\r\x1b[Kdone\r\n")
+    assert b"\n" not in said.removesuffix(b"\r\n")
 
 
 def test_an_import_that_takes_long_is_named_by_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,12 @@ from tensorboard.context import RequestContext
 from tensorboard.data import server_ingester
 from tensorboard.util import grpc_util
 
+from bloomery.base.units import format_seconds, parse_amount
 from bloomery.monitor.history import read_events, read_metrics
 from bloomery.monitor.journal import Journal, open_journal
-from bloomery.monitor.sinks import Console
+from bloomery.monitor.sinks import Console, console_line
 from bloomery.monitor.tensorboard import TensorBoard
+from bloomery.train.stop import seconds_left
 from monitor_samples import fill, mounted, step_record, strict_lines, validation_record
 
 
@@ -222,6 +224,13 @@ def test_a_file_gets_one_plain_line_per_record(tmp_path: Path) -> None:
         "validation web at step 20: lm loss 2.0000, perplexity 7.389",
         "warning: disk full",
     ]
+
+
+def test_the_eta_is_that_of_the_job_where_that_ends_first() -> None:
+    record, first = step_record(10, seconds_per_step=2.0, samples_per_second=4.0), (0, 0, 0)
+    for limit, eta in (("15 steps", 10), (f"{record.consumed_samples + 8} samples", 2), ("900 steps", 180)):
+        left = seconds_left(parse_amount(limit), first, record)
+        assert console_line(record, left).endswith(f"ETA {format_seconds(eta)}")
 
 
 def test_a_closed_pipe_silences_the_console_instead_of_ending_the_training() -> None:

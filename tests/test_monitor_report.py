@@ -222,6 +222,14 @@ def test_a_long_run_is_gathered_without_losing_spikes_or_sums(tmp_path: Path, mo
     assert write_report(run).stat().st_size < 500_000
 
 
+def test_a_process_that_trains_twice_has_all_its_seconds(tmp_path: Path) -> None:
+    """As `bloomery quickstart` does; clocks differ by some tenths of a second."""
+    jobs = [{"job": 1, "time": 1000.0, "setup_seconds": 10.0}, {"job": 2, "time": 1040.0, "setup_seconds": 50.1}]
+    run = make_run(tmp_path / "run", *(step_record(10 * each["job"], job=each["job"], time=each["time"] + 30)
+                   for each in jobs), events=tuple({"kind": "start", "step": 0, **each} for each in jobs))  # fmt: skip
+    assert sum(read_runs([run])[0].goodput.values()) == pytest.approx(80)
+
+
 def test_every_second_of_a_run_is_booked_once(tmp_path: Path) -> None:
     """Two jobs: the first is killed after a hang, the second goes back to step 40."""
 

@@ -124,6 +124,7 @@ def say_once(text: str) -> None:
 def say(text: str) -> None:
     """To standard error, at any moment and from any thread."""
     with contextlib.suppress(OSError):  # nobody may be left to read it
+        doing.erase()
         os.write(2, f"bloomery: {text}\n".encode())
 
 
@@ -186,6 +187,7 @@ def _watch(pipe: int) -> None:
     while True:
         for line in doing.lines_due():
             say_once(line)
+        doing.draw()
         if select.select([pipe], [], [], _IDLE_SECONDS if pending is None else _POLL_SECONDS)[0]:
             number, now = os.read(pipe, 1)[0], time.monotonic()
             if number in STOPS and (pending is None or pending[1] is not _verdict):

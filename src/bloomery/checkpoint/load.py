@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, read_small, wrong_fields
-from bloomery.base.doing import doing
+from bloomery.base.doing import Doing, doing
 from bloomery.base.errors import DataError, Problem, RecipeError, first_few
 from bloomery.base.ranks import ALONE, Piece, Ranks, agreed, first_rank_does
 from bloomery.base.units import Energy
@@ -138,11 +138,11 @@ def read_checkpoint(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True,
     share, and all return or raise. `tensors`: at the end, read the tensor files too, and compare them with index and
     recipe; without it only their sizes are checked, of those on this node. `check`: before that, on rank 0, raises
     DataError or RecipeError for a recipe or a state that cannot be used."""
-    with doing(f"verifying {folder}"):
-        return _read_checkpoint(folder, ranks, tensors, check)
+    with doing(f"verifying {folder}") as work:
+        return _read_checkpoint(folder, ranks, tensors, check, work)
 
 
-def _read_checkpoint(folder: Path, ranks: Ranks, tensors: bool, check: Check) -> Checkpoint:
+def _read_checkpoint(folder: Path, ranks: Ranks, tensors: bool, check: Check, work: Doing) -> Checkpoint:
     manifest = first_rank_does(ranks, partial(read_manifest, folder))  # another node may still see an older one
     files = manifest["files"]
     holders: list[set[str]] = ranks.gather({name for name in files if os.path.exists(folder / name)})
@@ -161,7 +161,9 @@ def _read_checkpoint(folder: Path, ranks: Ranks, tensors: bool, check: Check) ->
             check(checkpoint)
     with agreed(ranks):
         read = [name for name in mine if tensors and is_tensor_file(name)]
-        wrong = [file_damage(folder / name, files[name], read=True) for name in read]  # hours, so it comes last
+        total = sum(files[name]["bytes"] for name in read)
+        each = work.over(read, total, lambda name: files[name]["bytes"])
+        wrong = [file_damage(folder / name, files[name], read=True) for name in each]  # hours, so it comes last
         _refuse(folder, wrong + [f"{name} is on none of the nodes" for name in absent if tensors])
         _refuse(folder, [_why_not_as_indexed(checkpoint, read)])
     return checkpoint
@@ -280,12 +282,13 @@ def load_pieces(checkpoint: Checkpoint, pieces: Mapping[str, Piece], *, ranks: R
     what lies only on the disk of another node is broadcast from there, one tensor at a time.
     """
     folder = checkpoint.folder
-    with agreed(ranks):
+    with agreed(ranks), doing(f"loading {folder}") as work:
         parts = _parts(checkpoint, pieces)
         here = {file for file in parts if ranks is ALONE or os.path.exists(folder / file)}
+        total = sum(len(parts[file]) for file in here)
         for file in sorted(here):
             source = TensorFile(folder / file)
-            for part, piece in parts[file]:
+            for part, piece in work.over(parts[file], total):
                 part.copy(source.view(part.key, part.size), piece)
     lacking = {(file, part.key): (part, piece) for file in parts.keys() - here for part, piece in parts[file]}
     wanted = sorted({each for found in ranks.gather(list(lacking)) for each in found})
@@ -325,8 +328,7 @@ def load_model(checkpoint: Checkpoint, *, device: torch.device) -> Transformer:
     model = build_model(checkpoint.recipe.model)
     materialise(model, device)
     weights = {f"model.{name}": Piece.whole(parameter.data) for name, parameter in model.named_parameters()}
-    with doing(f"loading {checkpoint.folder}"):
-        load_pieces(checkpoint, weights)
+    load_pieces(checkpoint, weights)
     return model.eval()
 
 

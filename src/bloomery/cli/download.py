@@ -42,12 +42,7 @@ def run_download(args: argparse.Namespace) -> int:
 
     wanted = read_download_manifest(args.manifest)
     options = {"jobs": args.jobs, "retries": args.retries, "timeout_seconds": args.timeout, "share": args.unit}
-    with doing(f"downloading to {args.output}") as work:
-
-        def report(result: DownloadResult) -> None:
-            work.what = _text(result).partition("\n")[0]
-
-        result = download(wanted, args.output, progress=report, **options)
+    result = download(wanted, args.output, **options)
     facts = asdict(result) | {"failed": len(result.failures)}
     show(args, facts, lambda _: f"{args.output}: {share_text(args.unit)}{_text(result)}")
     if result.failures:
@@ -103,8 +98,7 @@ def run_extract(args: argparse.Namespace) -> int:
     from bloomery.prepare.extract import extract
 
     jobs = args.jobs or len(os.sched_getaffinity(0))
-    with doing(f"extracting to {args.output}"):
-        result = extract(args.sources, args.output, chunks=args.chunks, jobs=jobs, share=args.unit)
+    result = extract(args.sources, args.output, chunks=args.chunks, jobs=jobs, share=args.unit)
     made = f"{args.output}: {share_text(args.unit)}{result.written:,} written, {result.already_there:,} already there"
     counts = f"{result.input_files:,} files in, {result.chunks:,} out; {result.documents:,} documents in and out"
     where = f". Hashes and counts: {result.manifest}" if result.manifest else ""

@@ -4,6 +4,7 @@ import argparse
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from bloomery.base.doing import doing
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         raise RecipeError(Problem(f"this checkpoint is a {recipe.model.family}", "an encoder cannot continue a text"))
     tokenizer = tokenizer_of(checkpoint, args.tokenizer)
     ids = tokenizer.encode_batch([args.prompt])[0].tolist() or [tokenizer.eod_id]
-    with doing(f"generating {args.samples * args.max_new_tokens:,} tokens"):
+    with doing(f"generating {args.samples * args.max_new_tokens:,} tokens") as work:
         tokens = generate(
             model,
             torch.tensor([ids] * args.samples, device=device),
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
             top_p=args.top_p,
             seed=args.seed,
             eod_id=tokenizer.eod_id,
+            each=partial(work.over, total=args.max_new_tokens),
         )
     texts = [tokenizer.decode([token for token in row if token != tokenizer.eod_id]) for row in tokens.tolist()]
     return show(args, {"samples": texts}, lambda _: "\n---\n".join(texts))

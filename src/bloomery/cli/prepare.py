@@ -44,20 +44,18 @@ def run_train(args: argparse.Namespace) -> int:
         rule = "bpe needs it; characters and bytes have a size of their own"
         raise RecipeError(Problem(f"--vocab-size {what}", rule, remedy, "command line"))
     files = find_files(args.sources)
-    empty = bad = read = 0
-    total = sum(file.size for file in files)
+    empty = bad = 0
 
     def texts() -> Iterator[str]:
-        nonlocal empty, bad, read
-        for unit in plan_units(files):
-            work.what = f"training the tokenizer: {read / max(total, 1):.0%} of the text is read"
-            read += unit.input_bytes
+        nonlocal empty, bad
+        work.what = "training the tokenizer: reading the text"
+        for unit in work.over(plan_units(files), sum(file.size for file in files), lambda unit: unit.input_bytes):
             reader = UnitReader(unit, text_key=args.text_key, skip_bad=True)
             for block in reader.blocks():
                 empty += block.texts.count("")
                 yield from filter(None, block.texts)
             bad += reader.bad
-        work.what = "training the tokenizer: finding its entries"
+        work.what, work.share = "training the tokenizer: finding its entries", None
 
     with doing("training the tokenizer") as work:
         tokenizer = train_tokenizer(texts(), vocab_size=args.vocab_size, output=args.output, kind=args.kind)
@@ -155,7 +153,7 @@ def _progress(output: str, work: Doing) -> Callable[[Progress], None]:
         done = progress.input_bytes + progress.reused_bytes
         rate = progress.input_bytes / seconds
         left = format_seconds((progress.total_input_bytes - done) / rate) if rate else "?"
-        what = f"merging {progress.merged:.0%}" if progress.merged else f"{rate / 1e6:.1f} MB/s, {left} left"
-        work.what = f"{output}: {min(done / max(progress.total_input_bytes, 1), 1.0):.1%}, {what}"
+        work.what = f"{output}: " + ("merging" if progress.merged else f"{rate / 1e6:.1f} MB/s, {left} left")
+        work.share = progress.merged or min(done / max(progress.total_input_bytes, 1), 1.0)
 
     return report

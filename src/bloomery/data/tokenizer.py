@@ -7,17 +7,20 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from bloomery.base.bounded import in_background
+from bloomery.base.bounded import LARGE_BYTES, in_background, read_json
 from bloomery.base.doing import doing
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.hub import local_folder
+from bloomery.base.storage import write_atomically
 from bloomery.data.tokenizer_files import as_tokenizer_json, read_settings, token_of, tokenizer_file, vocab_size_of
 
 T = TypeVar("T")
@@ -30,6 +33,34 @@ _NOTHING = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 _DECIDES_NO_ID = re.compile(rb'"trim_offsets":(true|false),')
 LEAST_SECONDS, LEAST_CHARACTERS_PER_SECOND = 60.0, 20_000
 """How long a library may take for a text: far longer than any does, unless a pattern of the tokenizer backtracks."""
+
+
+_REMEMBERED = ("vocab_size", "special_tokens", "content_hash")
+_LARGE_BYTES = 1 << 20
+"""A file of one is read in a second or more; those of 200,000 entries take four."""
+
+
+def _memory_of(file: str) -> Path | None:
+    """Where the facts of a large tokenizer are, by the content of its one file; None for others."""
+    if not file.endswith((".tiktoken", "tokenizer.json")) or not os.path.isfile(file):
+        return None
+    if not _LARGE_BYTES <= os.path.getsize(file) <= LARGE_BYTES:
+        return None
+    import tokenizers
+
+    with suppress(OSError), open(file, "rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cache / "bloomery" / f"tokenizer-{found}-{tokenizers.__version__}-{os.path.basename(file)[:5]}.json"
+    return None
+
+
+def _remembered(memory: Path) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        facts = dict(read_json(memory, LARGE_BYTES))
+        if [type(facts[name]) for name in _REMEMBERED] == [int, dict, str]:
+            return {name: facts[name] for name in _REMEMBERED}
+    return None
 
 
 def is_other_tokenizer(remembered: str, now: str) -> bool:
@@ -60,34 +91,67 @@ def in_time(work: Callable[[], T], characters: int, place: str) -> T:
 
 
 class Tokenizer:
+    vocab_size: int
+    """Rows an embedding needs: the highest id plus one, added tokens included."""
+
     def __init__(self, content: str, *, path: str) -> None:
         """`content` is a tokenizer.json; `path` the file it was read from. DataError where it is none."""
-        import tokenizers
-
         self.path, self.content = path, content
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content)
-            self.parsed: dict[str, Any] = orjson.loads(content)
-            """The content of the tokenizer.json; not to be changed."""
-            self.vocab_size = vocab_size_of(self._tokenizer)
-            """Rows an embedding needs: the highest id plus one, added tokens included."""
-        except (KeyboardInterrupt, MemoryError):
-            raise
-        except BaseException as error:  # the library raises bare Exception, and its panics are not even that
-            what = f"is not a tokenizer that the tokenizers library {tokenizers.__version__} can read: {error}"
-            remedy = "train one with `bloomery tokenizer train`, or copy the file again"
-            raise DataError(Problem(what, remedy=remedy, place=path)) from error
-        # Files saved by others may carry these; they would silently drop or invent tokens.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self.vocab_size = self._tokenizer_and_size[1]
 
     @classmethod
     def load(cls, path: str) -> Tokenizer:
-        """From its folder, its file, or the Hub (`hf://org/name`)."""
+        """From its folder, its file, or the Hub (`hf://org/name`). Of a large one that this machine has read before,
+        what a training asks is remembered; the vocabulary is read when a text is."""
         path = local_folder(path)
         file = tokenizer_file(path) or os.path.join(path, "tokenizer.json")
+        memory = _memory_of(file)
+        if memory is not None and (known := _remembered(memory)) is not None:
+            tokenizer = cls.__new__(cls)
+            vars(tokenizer).update(known, path=file)
+            return tokenizer
         with doing(f"reading {file}"):
-            return cls(as_tokenizer_json(file), path=file)
+            tokenizer = cls(as_tokenizer_json(file), path=file)
+            if memory is not None:
+                facts = {name: getattr(tokenizer, name) for name in _REMEMBERED}
+                with suppress(OSError, StorageError):  # a home that cannot be written
+                    memory.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomically(memory, orjson.dumps(facts).decode())
+        return tokenizer
+
+    @cached_property
+    def content(self) -> str:
+        """That of a tokenizer.json."""
+        return as_tokenizer_json(self.path)
+
+    @cached_property
+    def parsed(self) -> dict[str, Any]:
+        """The content of the tokenizer.json; not to be changed."""
+        parsed: dict[str, Any] = orjson.loads(self.content)
+        return parsed
+
+    @cached_property
+    def _tokenizer_and_size(self) -> tuple[Any, int]:
+        import tokenizers
+
+        with doing(f"reading {self.path}"):
+            try:
+                tokenizer = tokenizers.Tokenizer.from_str(self.content)
+                size = vocab_size_of(tokenizer)
+            except (KeyboardInterrupt, MemoryError):
+                raise
+            except BaseException as error:  # the library raises bare Exception, and its panics are not even that
+                what = f"is not a tokenizer that the tokenizers library {tokenizers.__version__} can read: {error}"
+                remedy = "train one with `bloomery tokenizer train`, or copy the file again"
+                raise DataError(Problem(what, remedy=remedy, place=self.path)) from error
+        # Files saved by others may carry these; they would silently drop or invent tokens.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer, size
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self._tokenizer_and_size[0]
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

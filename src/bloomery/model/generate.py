@@ -1,5 +1,7 @@
 """Continue a text: a plain loop of full forwards, to look at a model, not to serve it."""
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
 
@@ -17,17 +19,18 @@ def generate(
     top_k: int | None = None,
     top_p: float = 1.0,
     seed: int = 0,
+    each: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Tensor:
     """`tokens` (B, S) with up to max_new_tokens appended; ends early once every row has met eod_id (shorter rows are
     filled with it). `model`: a Decoder in evaluation mode.
 
     Temperature 0 takes the likeliest token; `top_p` chooses among the likeliest that together have this probability.
     Ids of padding rows never come out. Beyond its seq_length the model sees only the last tokens. The draws depend on
-    `seed` alone, not on the device.
+    `seed` alone, not on the device. `each`: may count the tokens as they come.
     """
     config, random = model.config, torch.Generator().manual_seed(seed)
     done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
-    for _ in range(max_new_tokens):
+    for _ in each(range(max_new_tokens)):
         logits = model(tokens[:, -config.seq_length :])[:, -1, : config.vocab_size].float().cpu()
         chosen = torch.where(done, eod_id, _pick(logits, temperature, top_k, top_p, random).to(tokens.device))
         done |= chosen == eod_id

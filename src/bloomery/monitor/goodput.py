@@ -106,7 +106,7 @@ class Ledger:
         """Seconds of each part; together the time from the first start to the last sign. `step_seconds`: of a normal
         step."""
         total = dict.fromkeys(PARTS, 0.0)
-        jobs = sorted((job for job in self._jobs.values() if math.isfinite(job.mark)), key=lambda job: job.began)
+        jobs = sorted((job for job in self._jobs.values() if math.isfinite(job.mark)), key=lambda job: job.started)
         for i, job in enumerate(jobs):
             following, end = jobs[i + 1] if i + 1 < len(jobs) else None, job.end
             if following is not None:  # a process may train several times

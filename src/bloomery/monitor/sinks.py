@@ -6,6 +6,7 @@ A new sink is a subclass of `Sink` that overrides what it wants to receive, and 
 import math
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -133,14 +134,20 @@ _LESS_IMPORTANT = ("norm", "lr", "MFU")
 
 
 class Console(Sink):
-    """Writes to `file` (standard output by default). `quiet`: warnings only."""
+    """Writes to `file` (standard output by default). `quiet`: warnings only. `seconds_left`: until this job ends."""
 
-    def __init__(self, quiet: bool = False, *, file: TextIO | None = None) -> None:
-        self.quiet = quiet
+    def __init__(
+        self,
+        quiet: bool = False,
+        *,
+        file: TextIO | None = None,
+        seconds_left: Callable[[StepRecord], float] = lambda _: math.inf,
+    ) -> None:
+        self.quiet, self.seconds_left = quiet, seconds_left
         self._file: TextIO | None = file or sys.stdout
 
     def step(self, record: StepRecord) -> None:
-        self.notice(console_line(record))
+        self.notice(console_line(record, self.seconds_left(record)))
 
     def validation(self, record: ValidationRecord) -> None:
         losses = ", ".join(f"{name} {_loss(loss)}" for name, loss in record.losses.items())
@@ -165,9 +172,9 @@ class Console(Sink):
             self._file = None
 
 
-def console_line(record: StepRecord) -> str:
+def console_line(record: StepRecord, seconds_left: float = math.inf) -> str:
     """What fits on a line of a terminal; the files have all of it."""
-    seconds = record.seconds_per_step * max(0, record.train_steps - record.step)
+    seconds = min(record.seconds_per_step * max(0, record.train_steps - record.step), seconds_left)
     fields = {
         "step": f"{record.step}/{record.train_steps}",
         **{name: _loss(loss) for name, loss in record.losses.items()},

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 
 from bloomery import __version__
 from bloomery.base.bounded import LARGE_BYTES, in_time, open_regular, parse_json, parse_yaml, read_text, wrong_fields
+from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem, StorageError, first_line
 from bloomery.base.storage import locked, make_folder, open_plain, publish, write_all, writing, written_to
 from bloomery.base.units import format_seconds
@@ -139,7 +140,6 @@ def download(
     retries: int = 8,
     timeout_seconds: float = 60.0,
     share: tuple[int, int] | None = None,
-    progress: Callable[[DownloadResult], None] = lambda _: None,
 ) -> DownloadResult:
     """Bring every file into `folder`. Files that cannot be downloaded are in the result; StorageError ends it at once.
 
@@ -149,9 +149,9 @@ def download(
     wanted = wanted[share[0] :: share[1]] if share else wanted
     result = DownloadResult(files=len(wanted))
     make_folder(folder)
-    with locked(folder, share), thread_pool(jobs) as (pool, stop):
+    with doing(f"downloading to {folder}") as work, locked(folder, share), thread_pool(jobs) as (pool, stop):
         futures = {pool.submit(_bring, file, folder, retries, timeout_seconds, stop): file for file in wanted}
-        for future in as_completed(futures):
+        for future in work.over(as_completed(futures), len(wanted)):
             file = futures[future]
             try:
                 size, is_new = future.result()
@@ -165,7 +165,6 @@ def download(
                 result.downloaded += is_new
                 result.already_there += not is_new
                 result.without_checksum += not file.hashes
-            progress(result)
     result.failures.sort(key=lambda failure: failure["path"])
     return result
 

@@ -12,6 +12,7 @@ from threading import Event
 from typing import Any
 
 from bloomery.base.bounded import LARGE_BYTES, read_json
+from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem, mask
 from bloomery.base.storage import locked, make_folder, publish, write_all, write_atomically, writing, written_to
 from bloomery.prepare.download import AGAIN
@@ -91,8 +92,11 @@ def extract(
 
 def _make_chunks(todo: Sequence[Chunk], jobs: int) -> None:
     problems = list[Problem]()
-    with thread_pool(jobs) as (pool, stop):  # unpacking, hashing and the disk release Python's lock
-        for done in as_completed([pool.submit(make_chunk, chunk, stop) for chunk in todo]):
+    with (
+        doing("extracting") as work,
+        thread_pool(jobs) as (pool, stop),
+    ):  # unpacking, hashing and the disk release Python's lock
+        for done in work.over(as_completed([pool.submit(make_chunk, chunk, stop) for chunk in todo]), len(todo)):
             try:
                 done.result()
             except DataError as error:

@@ -12,6 +12,7 @@ import torch
 
 import bloomery
 from bloomery.base.accelerator import device_name, device_total_bytes, memory_bytes
+from bloomery.base.doing import Doing
 from bloomery.base.ranks import Ranks, agreed
 from bloomery.base.units import Energy
 from bloomery.checkpoint.remote import Uploader
@@ -132,7 +133,7 @@ class Run(Opened):
             names.FACT_ENERGY_SENSOR: self.energy.counted_by,
         }
 
-    def evaluation_batches(self, stream: Stream) -> Iterator[GlobalBatch]:
+    def evaluation_batches(self, stream: Stream, work: Doing) -> Iterator[GlobalBatch]:
         """This replica's share of a group's samples, one micro-batch at a time: always the same samples, whatever the
         layout, at most as many as the sources have. DataError on every rank if any could not read."""
         evaluate, batch = self.recipe.train.evaluate, self.recipe.batch
@@ -140,7 +141,7 @@ class Run(Opened):
         end = min(wanted, sum(source.num_samples for source in stream.sources))
         rows, mesh = batch.micro_batch_size, self.mesh
         window = rows * mesh.layout.dp
-        for first in range(0, end, window):
+        for first in work.over(range(0, end, window), end / window):
             with agreed(self.ranks):
                 found = read_batch(
                     stream,

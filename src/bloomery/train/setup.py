@@ -51,10 +51,10 @@ from bloomery.sizing.layout import Layout
 from bloomery.sizing.parameters import labels_per_sample
 from bloomery.train.hang import watched, write_hang
 from bloomery.train.optimizer import Optimizer
-from bloomery.train.resume import archive_stale, checked_shards, find_resume_point
+from bloomery.train.resume import ResumePoint, archive_stale, checked_shards, find_resume_point
 from bloomery.train.run import Opened, Run
 from bloomery.train.state import TrainState
-from bloomery.train.stop import StopRules
+from bloomery.train.stop import StopRules, seconds_left
 from bloomery.train.trace import Tracer
 
 _SLOW_PRECISION = 1.2
@@ -105,7 +105,7 @@ def prepared_run(
             shards = checked_shards(past, data, ranks)
         job = 1 + len(ledger.starts)
         untracked = list(_tracked(recipe, folder, closing)) if ranks.rank == 0 else []
-        journal = _journal(recipe, folder, job, past.state.step, ranks, quiet=quiet)
+        journal = _journal(recipe, folder, job, past, ranks, quiet=quiet)
         closing.callback(journal.close)
         meters = _meters(recipe, folder, job, device, ranks, closing)
         opened = Opened(recipe, folder, device, ranks, past, data, shards, journal, job, energy, **meters)
@@ -129,15 +129,17 @@ def _refuse_unsupported(recipe: Recipe, device: torch.device, ranks: Ranks) -> N
         raise RecipeError(problems).reported_once(ranks.rank)
 
 
-def _journal(recipe: Recipe, folder: Path, job: int, resume_step: int, ranks: Ranks, *, quiet: bool) -> Journal:
+def _journal(recipe: Recipe, folder: Path, job: int, past: ResumePoint, ranks: Ranks, *, quiet: bool) -> Journal:
+    step, samples = past.state.step, past.state.consumed_samples
+    first = step, samples, past.plan.tokens_at(samples)
     with agreed(ranks):
         if ranks.rank == 0:
             return open_journal(
                 folder,
-                console=Console(quiet=quiet),
+                console=Console(quiet, seconds_left=partial(seconds_left, recipe.train.exit_after, first)),
                 job=job,
                 tensorboard=recipe.monitor.tensorboard,
-                resume_step=resume_step,
+                resume_step=step,
                 recipe_text=as_yaml(recipe),
                 world_size=ranks.size,
             )
@@ -242,9 +244,8 @@ def _build(
     durable, *local = first_rank_does(ranks, partial(_take_over, opened, roots, is_newest=is_newest))
     opened.journal.silent_when(lambda: durable.writer.fenced() is not None)
     mesh = make_mesh(Layout.of(recipe), device)
-    source = past.checkpoint or past.weights
     timers = StepTimers(device)
-    with doing(f"loading {source.folder}" if source else "initialising the model"):
+    with doing("initialising the model"):
         optimizer, runner = _build_model(opened, mesh, timers.mark)
     first_rank_does(ranks, partial(archive_stale, recipe, roots, past, opened.journal))  # the resume point is loaded
     with agreed(ranks):

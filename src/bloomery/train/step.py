@@ -165,8 +165,8 @@ def evaluate(run: Run, state: TrainState, part: Literal["validation", "test"] = 
             total: Tensor | None = None
             names: list[str] = []
             batches = 0
-            for batch in run.evaluation_batches(stream):
-                work.what = f"evaluating {group}, batch {batches + 1:,}"
+            work.what, work.share = f"evaluating {group}", None
+            for batch in run.evaluation_batches(stream, work):
                 found = run.runner.evaluate(batch)
                 total = found.double() if total is None else total + found
                 names, batches = list(batch.counts), batches + 1

@@ -14,10 +14,11 @@ from bloomery.base import exit_codes, signals
 from bloomery.base.errors import BloomeryError, DivergedError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.signals import PULSE, job_seconds
-from bloomery.base.units import Duration, format_seconds
+from bloomery.base.units import Amount, Duration, format_seconds
 from bloomery.checkpoint.folder import Writer
 from bloomery.config.recipe import TrainSection
 from bloomery.monitor.meters import IntervalMeter
+from bloomery.monitor.record import StepRecord
 from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.spikes import RECOVERY_STEPS
 from bloomery.train.state import TrainState
@@ -56,6 +57,18 @@ class StopReason:
     def is_failure(self) -> bool:
         """Whether the state may be worse than that of older checkpoints."""
         return self.kind in _REMEDIES
+
+
+def seconds_left(limit: Amount | Duration | None, first: tuple[int, int, int], record: StepRecord) -> float:
+    """Of this job, by `train.exit_after`. `first`: steps, samples and tokens before it."""
+    if limit is None:
+        return math.inf
+    if isinstance(limit, Duration):
+        return max(0.0, limit.seconds - job_seconds())
+    at = ("steps", "samples", "tokens").index(limit.unit)
+    done = (record.step, record.consumed_samples, record.consumed_tokens)[at] - first[at]
+    rate = (1 / record.seconds_per_step, record.samples_per_second, record.tokens_per_second)[at]
+    return max(0, limit.count - done) / rate if rate else math.inf
 
 
 @dataclass

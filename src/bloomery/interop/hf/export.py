@@ -78,8 +78,8 @@ def export_checkpoint(
     tokenizer = tokenizer_of(saved, tokenizer_path)
     shapes = their_shapes(recipe.model)
     with written_to("folder"), staged(output, replace_export) as staging:
-        with doing(f"writing the weights to {output}"), writing(output):
-            tensors = to_hf(lambda ours: saved.read(f"model.{ours}"), recipe.model)
+        with doing(f"writing the weights to {output}") as work, writing(output):
+            tensors = work.over(to_hf(lambda ours: saved.read(f"model.{ours}"), recipe.model), len(shapes))
             files = write_weights(staging, shapes, DTYPES[dtype], tensors, shard_bytes=shard_bytes)
         config = _write_configs(staging, recipe, tokenizer, dtype)
         proof = _proof(saved, staging, tokenizer, dtype) if with_proof else Proof(False, "--no-proof")

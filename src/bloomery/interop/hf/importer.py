@@ -157,15 +157,14 @@ def _save(
     shapes = {name: shape for name, (_, shape) in saved_tensors(recipe.model)}
     with torch.device("meta"):
         pieces = {name: Piece.whole(torch.empty(shape)) for name, shape in shapes.items()}
-    with doing("converting the weights"):
+    with doing("converting the weights") as work:
+
+        def counted(name: str) -> Tensor:
+            work.share = (work.share or 0.0) + 1 / len(shapes)
+            return value(name, shapes[name])
+
         return save_checkpoint(
-            root,
-            step=step,
-            pieces=pieces,
-            state=state,
-            recipe_yaml=as_yaml(recipe),
-            facts=facts,
-            values=lambda name: value(name, shapes[name]),
+            root, step=step, pieces=pieces, state=state, recipe_yaml=as_yaml(recipe), facts=facts, values=counted
         )
 
 

@@ -168,8 +168,8 @@ def import_checkpoint(
     """Write `output` as a run folder; the checkpoint, and how it was proven. After any error `output` is as it was."""
     weights = Weights(found, done.recipe.model)
 
-    with doing(f"checking the weights of {found.folder}"):
-        for name in weights.shapes:  # better now than in the middle of a save
+    with doing(f"checking the weights of {found.folder}") as work:
+        for name in work.over(weights.shapes, len(weights.shapes)):  # better now than in the middle of a save
             weights.read(name, MODEL)
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
