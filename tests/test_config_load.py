@@ -284,6 +284,7 @@ def test_what_is_not_an_override_is_told_its_form(write: Write, override: str) -
         ("micro_batch_size=4", "did you mean batch.micro_batch_size?"),
         ("nonsense.deep.path=4", "nonsense is not a field of a recipe"),
         ("parallel.dp=2", "parallel.dp is not a field of a recipe. It follows from the ranks"),
+        ("batch.size=4", "batch.size is not a field of a recipe. Did you mean batch.global_batch_size, or"),
         ("optimizer.lr=1e-3", "optimizer.lr is not a field of a recipe. Did you mean lr.peak?"),
         ("train.max_steps=10", "train.max_steps is not a field of a recipe. Did you mean train.for"),
         ("lr.warmup=1 epochs", "epochs are a length for train.for: `2 epochs`, `2 epochs of SOURCE`"),
@@ -324,7 +325,8 @@ def test_an_error_names_place_value_rule_and_remedy(write: Write) -> None:
         # the right name in the wrong section
         (SMALL + "micro_batch_size: 4\n", 19, "micro_batch_size", "batch.micro_batch_size"),
         (changed("  peak: 1e-3", "  peak: 1e-3\n  eps: 1e-8"), 17, "lr.eps", "optimizer.eps"),
-        (SMALL + "checkpoint: {every: 10 steps}\n", 19, "checkpoint.every", "checkpoint.keep.every"),
+        (SMALL + "checkpoint: {every: 10 steps}\n", 19, "checkpoint.every",
+         "checkpoint.phases.0.every, such as '1000 steps'"),
     ],
 )  # fmt: skip
 def test_an_unknown_field_is_told_what_was_meant(write: Write, text: str, line: int, wrong: str, right: str) -> None:

@@ -19,22 +19,28 @@ from bloomery.config.recipe import Recipe
 
 _SHOWN_CHARACTERS = 60
 _ELSEWHERE = {
+    name: f"did you mean {field}?"
+    for names, field in (
+        ("lr learning_rate max_lr", "lr.peak"),
+        ("min_lr", "lr.min"),
+        ("max_steps train_iters train.steps", "train.for, such as '1000 steps'"),
+        ("epochs max_epochs", "train.for, such as '2 epochs'"),
+        ("batch_size batch.size", "batch.global_batch_size, or batch.micro_batch_size"),
+        ("checkpoint.every save_every save_steps save_interval", "checkpoint.phases.0.every, such as '1000 steps'"),
+        ("n_layer", "model.num_layers"),
+        ("n_embd d_model", "model.hidden_size"),
+        ("n_head", "model.num_heads"),
+        ("block_size max_position_embeddings", "model.seq_length"),
+        ("data.path", "data.train.0.path"),
+    )
+    for name in names.split()
+} | {
     "dp": "it follows from the ranks: launch.nodes x launch.gpus_per_node / (parallel.tp x parallel.pp x parallel.cp)",
-    "lr": "did you mean lr.peak?",
-    "learning_rate": "did you mean lr.peak?",
-    "max_lr": "did you mean lr.peak?",
-    "min_lr": "did you mean lr.min?",
-    "max_steps": "did you mean train.for, such as '1000 steps'?",
-    "train_iters": "did you mean train.for, such as '1000 steps'?",
-    "epochs": "did you mean train.for? `train.for: 2 epochs`",
-    "max_epochs": "did you mean train.for? `train.for: 2 epochs`",
-    "batch_size": "did you mean batch.global_batch_size, or batch.micro_batch_size?",
-    "n_layer": "did you mean model.num_layers?",
-    "n_embd": "did you mean model.hidden_size?",
-    "n_head": "did you mean model.num_heads?",
-    "block_size": "did you mean model.seq_length?",
+    **dict.fromkeys(
+        ("run_dir", "output_dir", "checkpoint.dir"), "the folder of a run is --run-dir on the command line"
+    ),
 }
-"""What fields of other systems are here, by their names."""
+"""What fields of other systems are here, by their names or paths."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,10 @@ def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 def meant(path: Sequence[str]) -> str | None:
     """The field that the writer of this unknown path may have meant: by its name elsewhere, or a path like this one."""
-    namesakes = [other for other in all_paths() if other.rpartition(".")[2] == path[-1]]
-    return namesakes[0] if len(namesakes) == 1 else closest(".".join(path), all_paths())
+    known = all_paths()
+    namesakes = [other for other in known if other.rpartition(".")[2] == path[-1]]
+    fields = [other for other in known if other.count(".") + 1 >= len(path)]  # no section in the place of a field
+    return namesakes[0] if len(namesakes) == 1 else closest(".".join(path), fields)
 
 
 def _walk(annotation: Any, path: str, info: FieldInfo, mark: OnResume) -> Iterator[tuple[str, FieldSpec]]:
@@ -136,7 +144,7 @@ def _problem(path: tuple[str, ...], item: Any, place: str) -> Problem:
     if kind == "extra_forbidden":
         guess = meant(path)
         remedy = f"did you mean {guess}?" if guess else "docs/recipe.md lists all fields"
-        remedy = _ELSEWHERE.get(path[-1], remedy)
+        remedy = _ELSEWHERE.get(dotted) or _ELSEWHERE.get(path[-1], remedy)
         return Problem(f"{dotted} is not a field of a recipe", remedy=remedy, place=place)
     field = field_at(path)
     meaning, options = (field.meaning, field.options) if field else ("", [])
