@@ -72,11 +72,21 @@ def test_a_full_standard_output_is_told(workshop: Workshop) -> None:
 
 
 def test_what_people_write_elsewhere_is_understood(command: Command, tmp_path: Path) -> None:
-    code, _, err = command("check", "quickstart", "--lr.peak=1e-3")
-    assert (code, err) == (
-        2,
-        "bloomery: fields are given as section.field=value, without dashes: lr.peak=1e-3\n",
-    )
+    for option, remedy in (
+        ("--lr.peak=1e-3", "lr.peak"),
+        ("--steps", "did you mean train.for"),
+        ("--zero", "parallel.zero"),
+    ):
+        code, _, err = command("check", "quickstart", option, "3")
+        how = f"has no option {option.partition('=')[0]}; fields are given as section.field=value, without dashes: "
+        assert (code, how in err, remedy in err) == (2, True, True)
+    assert "its fields: every, steps" in command("check", "quickstart", "train.evaluate=10 steps")[2].lower()
+    assert "must be a list, such as [a.txt]" in command("check", "quickstart", "prepare.0.sources=a.txt")[2].lower()
+    assert "did you mean `bloomery train`?" in command("resume", "runs/x")[2]
+    (tmp_path / "run").mkdir()
+    for name, meant in (("run/recipe.yaml", "run"), ("mine.yaml", "mine"), ("mine.yaml", "mina.yaml")):
+        (tmp_path / name).write_text("base: quickstart")
+        assert f"did you mean {tmp_path / name}?" in command("check", str(tmp_path / meant))[2].lower()
     (tmp_path / "tab.yaml").write_text("name: x\n\tmodel: 1\n")
     assert "Indent with spaces: YAML has no tabs" in command("check", str(tmp_path / "tab.yaml"))[2]
     assert "look at its exponent" in command("check", "quickstart", "lr.peak=1e3")[2].lower()

@@ -101,7 +101,7 @@ def parse_duration(text: str) -> Duration:
 def format_count(count: float) -> str:
     """12_853_386_240 -> '12.85B': three or four significant digits, for people."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= size:
+        if abs(count) >= 0.99995 * size:  # which rounds to it
             return f"{count / size:.4g}{suffix}"
     return f"{count:.4g}"
 

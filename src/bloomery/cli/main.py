@@ -64,6 +64,7 @@ COMMANDS = {
     "report": ("report", "write one HTML page about a run, or about several side by side"),
 }
 """Name -> module and what it does. A module of several commands has a `run_<last word>` for each."""
+_MEANT = {"resume": "train", "tokenize": "prepare", "sample": "generate", "convert": "export", "new": "init"}
 _AS_IS = ("generate", "explain", "inspect sample", "inspect step")
 """Their output is the text of documents or of a model, which stays as it is."""
 
@@ -149,19 +150,25 @@ def _run(arguments: list[str]) -> int:
         return exit_codes.OK if arguments[1:] else exit_codes.USAGE
     name = " ".join(arguments[:words])
     if name not in COMMANDS:
-        guess = difflib.get_close_matches(name, group or COMMANDS, n=1, cutoff=0.5)
+        guess = difflib.get_close_matches(_MEANT.get(name, name), group or COMMANDS, n=1, cutoff=0.5)
         remedy = f"did you mean `bloomery {guess[0]}`?" if guess else "see `bloomery --help`."
         print(f"bloomery: there is no command {name!r}; {remedy}", file=sys.stderr)
         return exit_codes.USAGE
     command = importlib.import_module(f"bloomery.cli.{COMMANDS[name][0]}")
     parser = parser_of(name, command)
     own_words = itertools.takewhile(lambda word: word != "--", arguments[words:])
-    if dashed := [word for word in own_words if re.match(r"--[a-z_]+\.[\w.]+(=|$)", word)]:
-        print(
-            f"bloomery: fields are given as section.field=value, without dashes: {dashed[0].lstrip('-')}",
-            file=sys.stderr,
-        )
-        return exit_codes.USAGE
+    options = [word.partition("=")[0] for word in own_words if word.startswith("--")]
+    known = {option for action in parser._actions for option in action.option_strings}
+    unknown = [word for word in options if word not in known]
+    if unknown and any(action.dest == "overrides" for action in parser._actions):
+        from bloomery.config.schema import all_fields, instead_of
+
+        field = unknown[0].lstrip("-").replace("-", "_")
+        remedy = field if field in all_fields() else instead_of(field.split("."))
+        if "." in remedy and "docs/" not in remedy:
+            how = "fields are given as section.field=value, without dashes"
+            print(f"bloomery: {name} has no option {unknown[0]}; {how}: {remedy}", file=sys.stderr)
+            return exit_codes.USAGE
     try:
         parse = getattr(command, "parse", argparse.ArgumentParser.parse_intermixed_args)  # its own, if it has one
         args = parse(parser, arguments[words:])

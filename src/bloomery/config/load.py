@@ -3,6 +3,7 @@ back: every value with its origin, the file that a run keeps, and the fingerprin
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -140,8 +141,8 @@ def _merge(
 
 def _open(name: str, beside: Path | None) -> tuple[Path, str]:
     """A file wins over a shipped name; a base is looked for beside its child, then in the working directory."""
-    shipped = _SHIPPED / f"{name.removesuffix('.yaml')}.yaml"
-    for path in [*([beside / name] if beside else []), Path(name), shipped]:
+    shipped = [] if os.sep in name else [_SHIPPED / f"{name.removesuffix('.yaml')}.yaml"]
+    for path in [*([beside / name] if beside else []), Path(name), *shipped]:
         try:
             content = read_small(path, _RECIPE_BYTES)
             return path, content.decode("utf-8")
@@ -152,7 +153,10 @@ def _open(name: str, beside: Path | None) -> tuple[Path, str]:
             continue
         except OSError as error:
             raise RecipeError(Problem(f"cannot read {path}: {error.strerror}", remedy="check the path")) from error
-    guess = closest(name, shipped_recipes())
+    here = [f"{name}/recipe.yaml", f"{name}.yaml", *map(str, Path(name).parent.glob("*.yaml"))]
+    guess = closest(name, [*filter(os.path.isfile, here[:2])], cutoff=0) or closest(
+        name, [*here[2:], *shipped_recipes()]
+    )
     remedy = f"did you mean {guess}?" if guess else f"shipped recipes: {', '.join(shipped_recipes())}"
     raise RecipeError(Problem(f"there is no recipe {name!r}", "it is neither a file nor a shipped recipe", remedy))
 

@@ -23,7 +23,7 @@ _ELSEWHERE = {
     for names, field in (
         ("lr learning_rate max_lr", "lr.peak"),
         ("min_lr", "lr.min"),
-        ("max_steps train_iters train.steps", "train.for, such as '1000 steps'"),
+        ("max_steps train_iters steps", "train.for, such as '1000 steps'"),
         ("epochs max_epochs", "train.for, such as '2 epochs'"),
         ("batch_size batch.size", "batch.global_batch_size, or batch.micro_batch_size"),
         ("checkpoint.every save_every save_steps save_interval", "checkpoint.phases.0.every, such as '1000 steps'"),
@@ -94,6 +94,13 @@ def meant(path: Sequence[str]) -> str | None:
     return namesakes[0] if len(namesakes) == 1 else closest(".".join(path), fields)
 
 
+def instead_of(path: Sequence[str]) -> str:
+    """What to do about a field that a recipe does not have."""
+    guess = meant(path)
+    remedy = f"did you mean {guess}?" if guess else "docs/recipe.md lists all fields"
+    return _ELSEWHERE.get(".".join(path)) or _ELSEWHERE.get(path[-1], remedy)
+
+
 def _walk(annotation: Any, path: str, info: FieldInfo, mark: OnResume) -> Iterator[tuple[str, FieldSpec]]:
     if path:
         yield path, FieldSpec(annotation, info, mark)
@@ -142,10 +149,7 @@ def _problem(path: tuple[str, ...], item: Any, place: str) -> Problem:
     path = path[:-1] if path[-1:] == ("[key]",) else path  # a name that the recipe gives: to a folder, a variable
     dotted, kind, value = ".".join(path), item["type"], item["input"]
     if kind == "extra_forbidden":
-        guess = meant(path)
-        remedy = f"did you mean {guess}?" if guess else "docs/recipe.md lists all fields"
-        remedy = _ELSEWHERE.get(dotted) or _ELSEWHERE.get(path[-1], remedy)
-        return Problem(f"{dotted} is not a field of a recipe", remedy=remedy, place=place)
+        return Problem(f"{dotted} is not a field of a recipe", remedy=instead_of(path), place=place)
     field = field_at(path)
     meaning, options = (field.meaning, field.options) if field else ("", [])
     if kind == "missing":
@@ -157,7 +161,11 @@ def _problem(path: tuple[str, ...], item: Any, place: str) -> Problem:
     if kind == "string_pattern_mismatch":
         rule, remedy = meaning, ""
     elif kind in ("model_type", "dict_type"):
+        inner = [name for name in all_paths() if name.rpartition(".")[0] == dotted]
         rule = "must be a section with fields of its own"
+        remedy = f"its fields: {', '.join(name.rpartition('.')[2] for name in inner)}" if inner else remedy
+    elif kind == "list_type":
+        rule = f"must be a list, such as [{value}]" if isinstance(value, str | int | float) else "must be a list"
     elif isinstance(value, str) and (guess := closest(value, options, cutoff=0.5)):
         remedy = f"did you mean {guess}?"
     return Problem(f"{dotted} is {shown(value)}", rule, remedy, place)

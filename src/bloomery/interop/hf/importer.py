@@ -56,7 +56,7 @@ def read_model(folder: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
     except (OSError, ValueError) as error:
-        rule = "a Hugging Face folder has config.json and *.safetensors"
+        rule = "a Hugging Face folder has config.json and *.safetensors; one of the Hub is hf://org/name"
         raise DataError(Problem(f"{path} cannot be read: {error}", rule, "name another folder")) from error
     return model_section(content, str(path))
 
