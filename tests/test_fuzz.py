@@ -397,7 +397,7 @@ def part_marker(folder: Path) -> Parser:
         "runs": [[1, 1, 5]],
         "dropped": {},
     }
-    return at(parts.marker(3), content, lambda _: parts.verified(3, "k", [0]), fields=True)
+    return at(parts.marker(3), content, lambda _: parts.verified(3, "k"), fields=True)
 
 
 def read_corpus(path: Path) -> None:

@@ -326,7 +326,6 @@ def test_a_masked_training_is_shown_as_it_is(tmp_path: Path, command: Command, m
         (["sample", "5-3"], "is not a position such as 0"),
         (["sample", "_"], "is not a position such as 0"),
         (["step", "0"], "there is no step 0. For this training the range is 1 to 20"),
-        (["order", "--at-samples", "161"], "--at-samples is 161. For this training the range is 0 to 160"),
         (["sample", "0", "data=null"], "the recipe has no data"),
     ],
 )
@@ -386,19 +385,13 @@ def test_labels_without_loss_are_listed_and_the_last_token_is_not_lost(workshop:
 def test_the_order_counts_what_the_samples_are(workshop: Workshop, command: Command) -> None:
     words = [str(workshop.recipe), BLEND, "train.for=100 steps"]
     samples = answer(command, "inspect", "sample", words[0], "0-799", *words[1:])
-    facts = answer(command, "inspect", "order", *words, "--at-samples", "0,333,800")
+    facts = answer(command, "inspect", "order", *words)
     assert (facts["order"], facts["train_samples"], facts["first_sample"]) == ("timeless", 800, 0)
     for source in facts["sources"]:
         mine = [sample for sample in samples if sample["source"] == source["source"]]
         assert source["samples_taken"] == len(mine)
         assert source["achieved"] == len(mine) / 800
         assert source["epochs"] == len(mine) / source["samples_per_epoch"]
-        first_repeat = next((sample["index"] for sample in mine if sample["epoch"] == 1), None)
-        assert source["first_repeat_at"] == first_repeat
-        for at in source["at"]:
-            taken = sum(sample["index"] < at["samples"] for sample in mine)
-            assert at["samples_taken"] == taken
-            assert divmod(taken, source["samples_per_epoch"]) == (at["epoch"], at["sample_of_epoch"])
     assert [source["weight"] for source in facts["sources"]] == pytest.approx([2 / 3, 1 / 3])
 
 
@@ -510,15 +503,11 @@ def test_many_sources_are_all_listed(workshop: Workshop, command: Command) -> No
 
 def test_epochs_of_megatrons_orders_are_those_of_their_tokens(workshop: Workshop, command: Command) -> None:
     words = [str(workshop.recipe), "train.for=100 steps", "data.order=megatron"]
-    (source,) = answer(command, "inspect", "order", *words, "--at-samples", "0,300,301,302,600")["sources"]
+    (source,) = answer(command, "inspect", "order", *words)["sources"]
     length = load_recipe(str(workshop.recipe)).recipe.model.seq_length
     with ShardReader("train") as shard:
         tokens = shard.num_tokens
     assert source["epochs"] == 800 * length / tokens
-    for at in source["at"]:
-        assert at["epochs"] == at["samples_taken"] * length / tokens
-        assert at["epoch"] is at["sample_of_epoch"] is None, "epochs are shuffled together"
-    assert source["first_repeat_at"] is None
 
 
 def test_megatrons_orders_say_which_documents_they_read(workshop: Workshop, command: Command) -> None:

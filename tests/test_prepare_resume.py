@@ -10,14 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
 from bloomery.base.errors import DataError, StorageError
-from bloomery.data.shards import file_checksum
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.parts import DOCUMENT, LENGTH
 from bloomery.prepare.tokenize import UnitTokenizer
 from prepare_samples import make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
 
@@ -165,36 +162,6 @@ def test_a_marker_that_its_part_contradicts_does_not_count(corpus, tokenizer, mo
     right, marker = made(), corpus / "x.parts" / "000001.done"
     assert len(right) > 3
     marker.write_text(json.dumps({**json.loads(marker.read_text()), **lie}))
-    make(tokenizer)
-    assert made() == [1]
-
-
-@pytest.mark.parametrize(
-    "forge",
-    [
-        lambda table, lengths: np.put(lengths, 0, -1),
-        lambda table, lengths: np.put(table["sequences"], [0, 1], [2, 0]),
-        lambda table, lengths: np.put(table["tokens"], 0, 10**6),
-        lambda table, lengths: np.put(table["tokens"], [0, 1], np.add(table["tokens"][:2], [1, -1])),
-        lambda table, lengths: np.put(table["text_bytes"], 0, -(10**15)),
-        lambda table, lengths: np.put(table["file"], 0, 7),
-    ],
-)
-def test_a_part_that_was_forged_together_with_its_marker_is_made_again(corpus, tokenizer, monkeypatch, forge):
-    made = count_made(monkeypatch, corpus)
-    make(tokenizer, share=(0, 1))
-    assert made()
-    path, marker = corpus / "x.parts/000001.part", corpus / "x.parts/000001.done"
-    facts = json.loads(marker.read_text())
-    documents, sequences, _ = np.sum(facts["runs"], axis=0)
-    content = path.read_bytes()
-    table_at = len(content) - documents * DOCUMENT.itemsize
-    lengths_at = table_at - sequences * LENGTH.itemsize
-    lengths = np.frombuffer(content[lengths_at:table_at], LENGTH).copy()
-    table = np.frombuffer(content[table_at:], DOCUMENT).copy()
-    forge(table, lengths)
-    path.write_bytes(content[:lengths_at] + lengths.tobytes() + table.tobytes())
-    marker.write_text(json.dumps({**facts, "part_hash": file_checksum(path)}))
     make(tokenizer)
     assert made() == [1]
 

@@ -1,6 +1,6 @@
 """`bloomery inspect data RECIPE` or `SHARD_PREFIX...`: what is in the shards, and how often a training takes it.
 `bloomery inspect sample RECIPE N[-M]`, `inspect step RECIPE N`: exactly what is trained there, as text.
-`bloomery inspect order RECIPE`: how far the training gets in every source, and when it begins to repeat."""
+`bloomery inspect order RECIPE`: how far the training gets in every source, and how often it repeats."""
 
 from __future__ import annotations
 
@@ -115,10 +115,7 @@ def add_arguments_step(parser: argparse.ArgumentParser) -> None:
     _add_arguments(parser, ("step", {"metavar": "N", "type": _range, "help": "the first step is 1"}))
 
 
-def add_arguments_order(parser: argparse.ArgumentParser) -> None:
-    _add_arguments(parser)
-    what = "how far each source is at these positions"
-    parser.add_argument("--at-samples", metavar="A,B", type=arguments.whole_numbers, default=[], help=what)
+add_arguments_order = _add_arguments
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -187,10 +184,8 @@ def _sample_text(sample: dict[str, Any], tokenizer: Any) -> str:
 
 
 def run_order(args: argparse.Namespace) -> int:
-    with opened_run(args) as (recipe, plan, data):
-        from bloomery.data.inspect import first_position, order_facts
+    from bloomery.data.inspect import order_facts
 
-        end, first = plan.train_samples, first_position(data.train)
-        arguments.check_range("--at-samples is", args.at_samples, first, end)
-        facts = order_facts(recipe, data.train, train_samples=end, at_samples=args.at_samples)
+    with opened_run(args) as (recipe, plan, data):
+        facts = order_facts(recipe, data.train, train_samples=plan.train_samples)
     return arguments.show(args, facts)

@@ -1,6 +1,6 @@
 """`train.for: 2 epochs`, which only opened data can count, in samples."""
 
-from collections.abc import Callable
+from bisect import bisect_left
 from typing import cast
 
 from bloomery.base.errors import Problem, RecipeError
@@ -26,7 +26,7 @@ def counted(recipe: Recipe) -> Recipe:
         blend, sources = cast(TimelessBlend, data.blend), {source.key: source for source in data.train.sources}
         key = length.source or min(sources, key=lambda key: sources[key].num_samples)
         wanted = length.count * sources[key].num_samples
-    samples = _first(lambda samples: blend.taken(samples)[key] >= wanted)
+    samples = bisect_left(range(1 << 62), wanted, key=lambda samples: blend.taken(samples)[key])
     batch = BatchPlan.of(recipe.batch)
     step = batch.first_step_reaching(samples)
     found = _for(recipe, Amount(batch.consumed_after_step(step), "samples"))
@@ -40,14 +40,3 @@ def counted(recipe: Recipe) -> Recipe:
 def _for(recipe: Recipe, length: Amount, *, evaluate: bool = True) -> Recipe:
     changes = {"for_": length} if evaluate else {"for_": length, "evaluate": None}
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=changes)})
-
-
-def _first(is_enough: Callable[[int], bool]) -> int:
-    """The smallest number that is."""
-    low, high = 0, 1
-    while not is_enough(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return high

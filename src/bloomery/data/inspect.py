@@ -1,8 +1,7 @@
 """What is in the shards, and what a training takes from them, for people who want to see it."""
 
 import os
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -72,22 +71,14 @@ def first_position(stream: Stream) -> int:
     return stream.blend.state.first_sample if isinstance(stream.blend, TimelessBlend) else 0
 
 
-def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_samples: Sequence[int]) -> dict[str, Any]:
-    """The JSON of `inspect order`: a public contract. `epoch` counts from 0, `samples_taken` before that position."""
+def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int) -> dict[str, Any]:
+    """The JSON of `inspect order`: a public contract."""
     assert recipe.data is not None
-    has_epochs = recipe.data.order == "timeless"  # Megatron's are shuffled together
     first, total_weight = first_position(stream), sum(section.weight for section in recipe.data.train)
-    taken = {position: stream.blend.taken(position) for position in (first, train_samples, *at_samples)}
+    before, after = stream.blend.taken(first), stream.blend.taken(train_samples)
     sources = []
     for source, section in zip(stream.sources, recipe.data.train, strict=True):
-        at = []
-        for position in at_samples:
-            count = taken[position][source.key]
-            epoch, sample = divmod(count, source.num_samples) if has_epochs else (None, None)
-            facts = {"samples": position, "samples_taken": count, "epochs": source.epochs(count)}
-            at.append({**facts, "epoch": epoch, "sample_of_epoch": sample})
-        at_first, at_end = taken[first][source.key], taken[train_samples][source.key]
-        repeats = has_epochs and at_first <= source.num_samples < at_end
+        taken = after[source.key]
         sources.append(
             {
                 "source": source.key,
@@ -95,11 +86,9 @@ def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_sample
                 "document_range": list(source.documents),
                 "samples_per_epoch": source.num_samples,
                 "weight": section.weight / total_weight,
-                "achieved": (at_end - at_first) / max(1, train_samples - first),
-                "samples_taken": at_end,
-                "epochs": source.epochs(at_end),
-                "first_repeat_at": _first_repeat(stream, source, first, train_samples) if repeats else None,
-                "at": at,
+                "achieved": (taken - before[source.key]) / max(1, train_samples - first),
+                "samples_taken": taken,
+                "epochs": source.epochs(taken),
             }
         )
     return {
@@ -110,12 +99,6 @@ def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_sample
         "first_sample": first,
         "sources": sources,
     }
-
-
-def _first_repeat(stream: Stream, source: ShardSource, first: int, last: int) -> int:
-    """The position of the run, in [first, last), at which a source begins its second epoch."""
-    positions = range(last + 1)
-    return bisect_right(positions, source.num_samples, first, key=lambda at: stream.blend.taken(at)[source.key]) - 1
 
 
 def recipe_facts(recipe: Recipe, data: OpenData, *, train_samples: int, quick: bool) -> dict[str, Any]:
@@ -132,7 +115,7 @@ def recipe_facts(recipe: Recipe, data: OpenData, *, train_samples: int, quick: b
             ranges = {"document_range": list(source.documents) if recipe.data.split else None}
             facts = {"group": group, "source": source.key, **seen[path], **ranges}
             rows.append({**facts, "samples_per_epoch": source.num_samples})
-    order = order_facts(recipe, data.train, train_samples=train_samples, at_samples=())
+    order = order_facts(recipe, data.train, train_samples=train_samples)
     for facts, taken in zip(rows, order["sources"], strict=False):
         facts |= {name: taken[name] for name in ("weight", "samples_taken", "epochs")}
     return {

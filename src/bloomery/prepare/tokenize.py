@@ -54,7 +54,7 @@ class Settings:
 
 def reusable(unit: Unit, settings: Settings, folder: PartsFolder) -> ShardPart | None:
     """The part of an earlier run, if it is what this one would write."""
-    part = folder.verified(unit.number, settings.key(unit), {span.file.number for span in unit.spans})
+    part = folder.verified(unit.number, settings.key(unit))
     if part is None or len(part.inputs) != len(unit.spans) or part.dropped.keys() != {*REASONS}:
         return None
     inputs = zip(unit.spans, part.inputs, strict=True)
