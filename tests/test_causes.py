@@ -92,7 +92,7 @@ def test_a_step_that_was_not_is_a_clear_error(poisoned: Path, command: Command) 
     assert code == 2
     assert "there is no step 99. For this training the range is 1 to 20" in err
     code, _, err = command("replay", str(poisoned.parent), "--step", "9")
-    assert code == 2
+    assert code == 3
     assert "is not a run" in err
     assert main(["replay", str(poisoned), "--step", "0"]) == 2
 

@@ -380,8 +380,8 @@ train:
         ("  for: 100 steps", "  for: null", "my.yaml:18: train.for is null. An amount is a number and a unit"),
         ("  for: 100 steps", "  for: -5 steps", "my.yaml:18: train.for is '-5 steps'. An amount is a number and a unit"),
         ("  for: 100 steps", "  for: 1e3", "my.yaml:18: train.for is 1000.0. An amount is"),
-        ("  for: 100 steps", "  for: 100 steps\n  exit_after: 500", "my.yaml:19: train.exit_after is 500. A duration is written like "
-         "'19h50m', '90m', '2d' or '45s'"),
+        ("  for: 100 steps", "  for: 100 steps\n  exit_after: 500", "my.yaml:19: train.exit_after is 500. An amount is a number and "
+         "a unit, such as '2000 steps' or '216_320 samples' or '300B tokens'; or write a time, such as '90m'"),
         ("  for: 100 steps", "  for: 100 steps\n  exit_after: 1.5 steps", "'1.5 steps' is not a whole number of steps"),
         ("  for: 100 steps", "  for: 100 steps\n  evaluate: {every: 5 samples}", "train.evaluate.every is '5 samples'. Must be counted in steps"),
         ("  for: 100 steps", "  for: 100 steps\n  exit_after: 0s", "train.exit_after is '0s'. Must be greater than 0"),

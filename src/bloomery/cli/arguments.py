@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.base import exit_codes
-from bloomery.base.errors import BloomeryError, Problem, RecipeError, on_one_line
+from bloomery.base.errors import BloomeryError, DataError, Problem, RecipeError, on_one_line
 from bloomery.base.units import format_bytes
+from bloomery.monitor import names
 
 if TYPE_CHECKING:  # --help must not wait for what only a run of the command needs
     from bloomery.config.load import LoadedRecipe
@@ -29,9 +29,11 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, *between: tuple[str, d
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, or the name of a shipped recipe")
     for name, options in between:
         parser.add_argument(name, **options)
-    parser.add_argument(
-        "overrides", metavar="section.field=value", nargs="*", default=[], help="override fields of the recipe"
-    )
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser, what: str = "override fields of the recipe") -> None:
+    parser.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=what)
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "answer") -> None:
@@ -70,10 +72,10 @@ def warn(*warnings: object) -> None:
         print(f"bloomery: warning: {warning}", file=sys.stderr)
 
 
-def columns(rows: Sequence[Sequence[str]]) -> str:
+def columns(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.ljust) -> str:
     """A line for each row, its cells below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join("  ".join(map(align, row, widths)).rstrip() for row in rows)
 
 
 def as_text(facts: dict[str, Any]) -> str:
@@ -97,8 +99,7 @@ def _table(records: list[dict[str, Any]]) -> list[str]:
     names = tuple(dict.fromkeys(name for record in records for name in record))
     rows = [names, *(tuple(_shown(name, record.get(name)) for name in names) for record in records)]
     rows = rows if len(rows) > len(rows[0]) else list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return columns(rows, str.rjust).splitlines()
 
 
 def _shown(path: str, value: Any) -> str:
@@ -126,11 +127,24 @@ def whole_number(least: int, most: int = 99_999) -> Callable[[str], int]:
     return number
 
 
-def positive(text: str) -> float:
+def number_to(most: float, *, zero: bool = True) -> Callable[[str], float]:
     """The type of an option."""
-    if not 0 < (found := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number greater than 0")
-    return found
+
+    def number(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = float("nan")
+        if not 0 <= found <= most or not (zero or found):
+            least = "of at least 0" if zero else "greater than 0"
+            limit = f" and at most {most}" * (most < sys.float_info.max)
+            raise argparse.ArgumentTypeError(f"{text!r} must be a number {least}{limit}")
+        return found
+
+    return number
+
+
+positive = number_to(sys.float_info.max, zero=False)
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -154,6 +168,15 @@ def load(args: argparse.Namespace, *, reads: Collection[str] | None = None, warn
 
 def run_folder(args: argparse.Namespace, recipe: Recipe) -> Path:
     return args.run_dir or Path("runs") / recipe.name
+
+
+def recipe_of_run(run: Path, *launched: str) -> str:
+    """DataError if the folder is none of a run. `launched`: looked for before it."""
+    for name in (*launched, names.RECIPE_FILE):
+        if (run / name).is_file():
+            return str(run / name)
+    rule = f"a run folder holds {names.RECIPE_FILE}"
+    raise DataError(Problem(f"{run} is not a run", rule, "give the folder of a run, usually runs/<name>"))
 
 
 def done_samples(args: argparse.Namespace, recipe: Recipe) -> int:

@@ -14,7 +14,7 @@ from bloomery.base.errors import DataError, LostRankError
 from bloomery.base.ranks import started_as
 from bloomery.base.storage import make_folder, open_plain, written_to
 from bloomery.base.units import format_bytes
-from bloomery.cli.arguments import add_json, load, show
+from bloomery.cli.arguments import add_json, add_overrides, load, show
 from bloomery.launch.doctor import (
     BAD_NODES_FILE,
     feature_facts,
@@ -28,7 +28,7 @@ from bloomery.launch.doctor import (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="also: can this machine be a node of its training?")
-    parser.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help="override fields of it")
+    add_overrides(parser, "override fields of it")
     parser.add_argument("--run-dir", type=Path, default=Path(), help="where the run would be written; default: here")
     parser.add_argument("--node", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--host", help=argparse.SUPPRESS)

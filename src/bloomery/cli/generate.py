@@ -1,15 +1,13 @@
 """`bloomery generate CKPT --prompt TEXT`: continue a text."""
 
 import argparse
-import math
-from collections.abc import Callable
-from contextlib import suppress
+import sys
 from functools import partial
 from pathlib import Path
 
 from bloomery.base.doing import doing
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.cli.arguments import add_device, add_json, show, whole_number
+from bloomery.cli.arguments import add_device, add_json, number_to, show, whole_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,28 +16,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=whole_number(1, 10_000), default=1, help="how many; default: 1")
     parser.add_argument("--max-new-tokens", type=whole_number(0), default=100, help="of each; default: 100")
     text = "0 always takes the likeliest token; default: 0.8"
-    parser.add_argument("--temperature", type=_number_to(math.inf), default=0.8, help=text)
+    parser.add_argument("--temperature", type=number_to(sys.float_info.max), default=0.8, help=text)
     parser.add_argument(
         "--top-k", type=whole_number(0), default=40, help="choose among this many; 0 among all; default: 40"
     )
     text = "choose among the likeliest that together have this probability; default: 1, all"
-    parser.add_argument("--top-p", type=_number_to(1), default=1.0, help=text)
+    parser.add_argument("--top-p", type=number_to(1), default=1.0, help=text)
     parser.add_argument("--seed", type=int, default=0, help="of the draws; default: 0")
     parser.add_argument("--tokenizer", help="folder with tokenizer.json; default: the recipe's")
     add_device(parser)
     add_json(parser, "samples")
-
-
-def _number_to(most: float) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        with suppress(ValueError):
-            if 0 <= (value := float(text)) <= most and value < math.inf:
-                return value
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be a number of at least 0" + (f" and at most {most}" if most < math.inf else "")
-        )
-
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from bloomery.base.hub import local_folder
 from bloomery.base.units import format_count
-from bloomery.cli.arguments import add_json, show, warn
+from bloomery.cli.arguments import add_json, add_overrides, show, warn
 from bloomery.config.recipe import Recipe
 
 
@@ -67,9 +67,7 @@ def run_export(args: argparse.Namespace) -> int:
 def add_arguments_hf(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="Hugging Face folder or hf://org/name")
     parser.add_argument("output", metavar="OUT", type=Path, help="run folder to make")
-    parser.add_argument(
-        "overrides", metavar="section.field=value", nargs="*", default=[], help="fields of the recipe: data, batch, lr"
-    )
+    add_overrides(parser, "fields of the recipe: data, batch, lr")
     parser.add_argument("--recipe", help="take all but `model` and `tokenizer` from this recipe")
     parser.add_argument("--no-proof", action="store_true", help="do not compare with transformers")
     add_json(parser)
@@ -127,9 +125,7 @@ def add_arguments_checkpoint(parser: argparse.ArgumentParser) -> None:
     folder_help = "checkpoint of Megatron-LM, megatron-core or Megatron-DeepSpeed: its folder, or that of a step"
     parser.add_argument("folder", metavar="DIR", type=Path, help=folder_help)
     parser.add_argument("output", metavar="OUT", type=Path, help="run folder to make")
-    parser.add_argument(
-        "overrides", metavar="section.field=value", nargs="*", default=[], help="fields of the recipe: data, parallel"
-    )
+    add_overrides(parser, "fields of the recipe: data, parallel")
     parser.add_argument("--recipe", help="take all but `model` from this recipe, not from the checkpoint's arguments")
     parser.add_argument("--weights-only", action="store_true", help="begin at step 0, without moments")
     parser.add_argument("--compare-hf", metavar="DIR", type=Path, help="prove it against this Hugging Face conversion")

@@ -41,7 +41,7 @@ def _count(text: str) -> float:
     """300B, 13e9 or 1_000."""
     try:
         return positive(text)
-    except ValueError:
+    except argparse.ArgumentTypeError:
         return float(parse_amount(f"{text} tokens").count)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bloomery.base import exit_codes, signals
 from bloomery.base.units import format_seconds
-from bloomery.cli.arguments import add_device, load
+from bloomery.cli.arguments import add_device, add_overrides, load
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.schedule import TrainingPlan
 
@@ -13,7 +13,7 @@ PROMPT = "def read(self, "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", metavar="section.field=value", nargs="*", help="override fields of the recipe")
+    add_overrides(parser)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/quickstart"), help="folder of the run")
     add_device(parser)
 

@@ -16,7 +16,16 @@ from typing import Any
 from bloomery.base import exit_codes
 from bloomery.base.doing import doing
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.cli.arguments import add_device, add_json, check_range, columns, show, whole_number
+from bloomery.cli.arguments import (
+    add_device,
+    add_json,
+    add_overrides,
+    check_range,
+    columns,
+    recipe_of_run,
+    show,
+    whole_number,
+)
 from bloomery.config.load import load_recipe
 from bloomery.config.schema import all_fields
 from bloomery.monitor import names
@@ -84,11 +93,11 @@ def add_arguments_explain(parser: argparse.ArgumentParser) -> None:
 def run_explain(args: argparse.Namespace) -> int:
     from bloomery.base.accelerator import pick_device
     from bloomery.checkpoint.load import load_model, read_checkpoint
-    from bloomery.cli.inspect_data import opened_run
+    from bloomery.cli.inspect import opened_run
     from bloomery.data.inspect import first_position
     from bloomery.verify import causes
 
-    words = argparse.Namespace(recipe=str(_recipe(args.run)), overrides=[], run_dir=args.run)
+    words = argparse.Namespace(recipe=recipe_of_run(args.run), overrides=[], run_dir=args.run)
     with opened_run(words) as (_, plan, data):
         check_range("there is no step", [args.step], 1, plan.train_steps)
         known = plan.batch.first_step_reaching(first_position(data.train) + 1)
@@ -135,8 +144,7 @@ def _explanation(facts: dict[str, Any]) -> str:
 
 def add_arguments_replay(parser: argparse.ArgumentParser) -> None:
     _add_arguments(parser)
-    what = "override fields, such as precision=fp32 or parallel.tp=2"
-    parser.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=what)
+    add_overrides(parser, "override fields, such as precision=fp32 or parallel.tp=2")
     parser.add_argument("--output", type=Path, help="keep the replay here; default: a temporary folder")
     add_json(parser)
 
@@ -147,12 +155,12 @@ def run_replay(args: argparse.Namespace) -> int:
     from bloomery.verify import causes
     from bloomery.verify.compare import RUN, TRACE
 
-    recipe, folder = _recipe(args.run), causes.checkpoint_before(args.run, args.step)
+    recipe, folder = recipe_of_run(args.run), causes.checkpoint_before(args.run, args.step)
     after = step_of(folder) if folder else 0
     last = min((step for step in causes.recorded(args.run) if step >= args.step), default=args.step)
     with ExitStack() as closing:
         output = args.output or Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="bloomery-replay-")))
-        words = ["train", str(recipe), *_as_many_ranks(args), *args.overrides, f"train.exit_after={last - after} steps"]
+        words = ["train", recipe, *_as_many_ranks(args), *args.overrides, f"train.exit_after={last - after} steps"]
         words += ["monitor.tensorboard=false", "--quiet", "--run-dir", str(output / RUN)]
         words += ["--trace", str(output / TRACE), "--trace-steps", "1", "--trace-from", str(args.step)]
         words += ["--from", f"{args.run}@{after}"] if folder else []
@@ -185,7 +193,7 @@ def _as_many_ranks(args: argparse.Namespace) -> list[str]:
     """As the run had, where whoever started it chose that and not the recipe."""
     ranks = [event.get("ranks") for event in readable_lines(args.run / names.EVENTS_FILE, **EVENT)
              if event["kind"] == names.Event.START and event["step"] < args.step]  # fmt: skip
-    recipe = load_recipe(str(_recipe(args.run)), args.overrides, is_saved=True).recipe
+    recipe = load_recipe(recipe_of_run(args.run), args.overrides, is_saved=True).recipe
     if args.overrides or not ranks or ranks[-1] in (None, world_size(recipe)):
         return []
     return [f"launch={{on: local, nodes: 1, gpus_per_node: {ranks[-1]}}}"]
@@ -196,11 +204,3 @@ def _to_change(overrides: list[str]) -> list[str]:
     rules = {path: spec.on_resume.kind for path, spec in all_fields().items()}
     fields = [text.partition("=")[0].strip() for text in overrides]
     return [field for field in fields if rules.get(field) not in (None, "free", "fixed")]
-
-
-def _recipe(run: Path) -> Path:
-    path = run / names.RECIPE_FILE
-    if not path.is_file():
-        rule = f"a run that trains has {names.RECIPE_FILE}"
-        raise RecipeError(Problem(f"{run} is not a run", rule, "give the folder that `bloomery train` wrote"))
-    return path

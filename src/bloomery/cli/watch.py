@@ -19,7 +19,7 @@ from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem, RecipeError, StorageError
 from bloomery.base.storage import append_line, open_plain, reason, writing
 from bloomery.base.units import parse_duration
-from bloomery.cli.arguments import add_json, show, whole_number
+from bloomery.cli.arguments import add_json, recipe_of_run, show, whole_number
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import AlertsSection, Recipe
 from bloomery.launch import cron
@@ -97,11 +97,7 @@ def _look(run: Path) -> tuple[Status, AlertsSection]:
 
 
 def _recipe(run: Path) -> Recipe:
-    recipes = [path for path in (run / "launch" / names.RECIPE_FILE, run / names.RECIPE_FILE) if path.exists()]
-    if not recipes:
-        rule = f"a run folder holds {names.RECIPE_FILE}, or launch/{names.RECIPE_FILE}"
-        raise DataError(Problem(f"{run} is not a run", rule, "give the folder of a run, usually runs/<name>"))
-    return load_recipe(str(recipes[0]), is_saved=True).recipe
+    return load_recipe(recipe_of_run(run, f"launch/{names.RECIPE_FILE}"), is_saved=True).recipe
 
 
 def add_arguments_stop(parser: argparse.ArgumentParser) -> None:

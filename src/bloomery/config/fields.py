@@ -47,18 +47,16 @@ def _duration(value: Any) -> Duration:
     return found
 
 
-def _amount_or_duration(value: Any) -> Amount | Duration:
-    is_amount = re.search("step|sample|token", str(value))
-    return _amount("steps", "samples", "tokens")(value) if is_amount else _duration(value)
+def _amount_or_duration(*units: AmountUnit) -> Callable[[Any], Any]:
+    def parse(value: Any) -> Any:
+        if value == "auto" or re.fullmatch(r"([0-9.]+[dhms])+", str(value).strip()):
+            return value if value == "auto" else _duration(value)
+        try:
+            return _amount(*units)(value)
+        except ValueError as error:
+            raise ValueError(f"{error}; or write a time, such as '90m'") from None
 
-
-def _steps_or_time(value: Any) -> Amount | Duration:
-    is_time = re.fullmatch(r"([0-9.]+[dhms])+", str(value).strip())
-    return _duration(value) if is_time else _amount("steps")(value)
-
-
-def _steps_or_time_or_auto(value: Any) -> Any:
-    return value if value == "auto" else _steps_or_time(value)
+    return parse
 
 
 _AS_TEXT = PlainSerializer(str, return_type=str)
@@ -74,10 +72,14 @@ AnyAmount = Annotated[Amount, BeforeValidator(_amount("steps", "samples", "token
 Length = Annotated[Amount | Epochs, BeforeValidator(_length), _AS_TEXT]
 Steps = Annotated[Amount, BeforeValidator(_amount("steps")), _AS_TEXT]
 Documents = Annotated[Amount, BeforeValidator(_amount("documents")), _AS_TEXT]
-StepsOrTime = Annotated[Amount | Duration, BeforeValidator(_steps_or_time), _AS_TEXT]
-StepsOrTimeOrAuto = Annotated[Amount | Duration | Literal["auto"], BeforeValidator(_steps_or_time_or_auto), _AS_TEXT]
+StepsOrTime = Annotated[Amount | Duration, BeforeValidator(_amount_or_duration("steps")), _AS_TEXT]
+StepsOrTimeOrAuto = Annotated[
+    Amount | Duration | Literal["auto"], BeforeValidator(_amount_or_duration("steps")), _AS_TEXT
+]
 WallClock = Annotated[Duration, BeforeValidator(_duration), _AS_TEXT]
-AmountOrDuration = Annotated[Amount | Duration, BeforeValidator(_amount_or_duration), _AS_TEXT]
+AmountOrDuration = Annotated[
+    Amount | Duration, BeforeValidator(_amount_or_duration("steps", "samples", "tokens")), _AS_TEXT
+]
 
 MOST_LAYERS = 10_000
 """Before anything is built that would take for ever."""

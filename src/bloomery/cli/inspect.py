@@ -1,4 +1,5 @@
-"""`bloomery inspect data RECIPE` or `SHARD_PREFIX...`: what is in the shards, and how often a training takes it.
+"""`bloomery inspect checkpoint PATH`: what it holds, whether it is whole, which others the run has.
+`bloomery inspect data RECIPE` or `SHARD_PREFIX...`: what is in the shards, and how often a training takes it.
 `bloomery inspect sample RECIPE N[-M]`, `inspect step RECIPE N`: exactly what is trained there, as text.
 `bloomery inspect order RECIPE`: how far the training gets in every source, and how often it repeats."""
 
@@ -11,14 +12,18 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.base import exit_codes
 from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.base.units import format_bytes
 from bloomery.cli import arguments
 from bloomery.config.load import shipped_recipes
 
 if TYPE_CHECKING:  # --help must not wait for what only a run of the command needs
+    from bloomery.checkpoint.inspect import Listed
     from bloomery.config.recipe import Recipe
     from bloomery.data.open import OpenData
     from bloomery.sizing.schedule import TrainingPlan
@@ -189,3 +194,37 @@ def run_order(args: argparse.Namespace) -> int:
     with opened_run(args) as (recipe, plan, data):
         facts = order_facts(recipe, data.train, train_samples=plan.train_samples)
     return arguments.show(args, facts)
+
+
+def add_arguments_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a run folder for its newest")
+    parser.add_argument("--list", action="store_true", help="every checkpoint of the run and its state")
+    parser.add_argument("--verify", action="store_true", help="read every file and compare its hash")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON, all tensors included")
+
+
+def run_checkpoint(args: argparse.Namespace) -> int:
+    from bloomery.checkpoint.inspect import describe_checkpoint, list_checkpoints
+
+    if args.list:
+        found = list_checkpoints(args.path, check_hashes=args.verify)
+        print(json.dumps([asdict(one) for one in found], indent=2) if args.json else _list_text(found))
+        return exit_codes.OK
+    return arguments.show(args, describe_checkpoint(args.path, check_hashes=args.verify), _checkpoint_text)
+
+
+def _checkpoint_text(facts: dict[str, Any]) -> str:
+    """Without the tensors and the state of training."""
+    from bloomery.monitor.sinks import iso_time
+
+    shown = {name: value for name, value in facts.items() if name not in ("tensors", "state")}
+    saved_at = None if facts["time"] is None else iso_time(facts["time"])
+    files = [{"file": name, "bytes": size} for name, size in facts["files"].items()]
+    return arguments.as_text(shown | {"time": saved_at, "files": files})
+
+
+def _list_text(found: list[Listed]) -> str:
+    rows = [("checkpoint", "state", "size", "")]
+    for one in found:
+        rows.append((one.name, one.state, format_bytes(one.bytes), one.reason or ("latest" if one.is_latest else "")))
+    return arguments.columns(rows)
