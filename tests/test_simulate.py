@@ -84,6 +84,27 @@ def test_bloom_176b_holds_what_was_counted_by_hand(command: Command) -> None:
     assert memory["optimizer"] == 8 * 462_505_344 + 4
     assert memory["receive_buffers"] == 128 * 2 * (2 * 512 * 14336 * 2)
     assert sum(memory[name] for name in ("masters", "compute_copies", "gradients", "optimizer")) < memory["peak"]
+    # In a layer two inputs are gathered, two outputs scattered; backwards each the other way, and the inputs again.
+    passes = 128 * 6 * 6
+    assert middle["collectives"] == {
+        "dp": {"all_gather": 6, "reduce_scatter": 6},
+        "tp": {"all_gather": passes, "all_reduce": 1, "reduce_scatter": passes},
+        "pp": {"send": 256, "receive": 256},
+    }
+    assert middle["exposed_collectives"] == 2 * passes + 1
+
+
+@pytest.mark.parametrize(
+    ("zero", "gathers", "reductions"), [(1, 4 + 1, 4 + 1), (2, 4 + 1, 3 * (4 + 1)), (3, 3 * (2 * 4 + 1), 3 * (4 + 1))]
+)
+def test_data_parallel_ranks_gather_nothing_in_vain(
+    recipe_of: Callable[..., Recipe], zero: int, gathers: int, reductions: int
+) -> None:
+    """Four blocks, and what is around them, in three micro-batches."""
+    batch = "batch={micro_batch_size: 1, global_batch_size: 6}"
+    recipe = recipe_of(f"zero{zero}-dp2", "model.num_layers=4", batch)
+    found = simulate_rank(recipe, Layout.of(recipe), 0)["collectives"]
+    assert found == {"dp": {"all_gather": gathers, "reduce_scatter": reductions}}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ ZeRO 0 is a shard group of one rank. With fewer shards than ranks the rest are c
 
 import sys
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,17 +24,18 @@ def apply_fsdp(model: Transformer, mesh: Mesh, *, zero: int, dtype: torch.dtype)
     """
     if mesh.data is None:
         return
-    from torch.distributed.fsdp import (
-        FSDPModule,
-        MixedPrecisionPolicy,
-        fully_shard,
-    )  # seconds, where nothing is wrapped
+    # Imported here: it takes seconds, and most runs wrap nothing.
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.layers.values():
         fully_shard(block, mesh=mesh.data, mp_policy=policy, reshard_after_forward=zero == 3)
     # What is left, embedding and head, is needed at both ends of a pass: gathered once.
     fully_shard(model, mesh=mesh.data, mp_policy=policy, reshard_after_forward=False)
+    # By itself FSDP goes on from the first block to the last one of the micro-batch before, and gathers that in vain.
+    blocks = [cast(FSDPModule, each) for each in model.layers.values()]
+    for each, before in zip(blocks, [cast(FSDPModule, model), *blocks], strict=False):
+        each.set_modules_to_backward_prefetch([before])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -50,6 +51,9 @@ from bloomery.sizing.memory import HeldElements, WeightBytes, layout_facts, stag
 from bloomery.sizing.parameters import count_parameters, labels_per_sample, second_loss
 
 _CPU = torch.device("cpu")
+_EXPOSED = ("tp", "cp")
+"""A rank waits for these at once. FSDP's run beside the block before, a pipeline's beside other micro-batches."""
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def simulate_world(recipe: Recipe, rank: int | None = None) -> dict[str, Any]:
@@ -80,7 +84,8 @@ def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> dict[str, Any]:
         with fake_accelerator(meter):
             parts = _compute_in(recipe, give_memory(parts, _CPU))
             passes, held = _Passes(recipe, parts, batch), _held_elements(parts)
-            memory, in_flight = _measure(recipe, parts, passes, meter, weight_bytes(recipe, layout, held))
+            memory, in_flight, calls = _measure(recipe, parts, passes, meter, weight_bytes(recipe, layout, held))
+            collectives = _collectives(mesh, passes, calls, micro_batches(recipe, layout))
     layers, embedding, head = stage_part(recipe, layout, mesh.pp)
     return {
         "rank": rank,
@@ -92,6 +97,8 @@ def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> dict[str, Any]:
         "owned_elements": held.owned,
         "forward_passes_held": in_flight,
         "memory_bytes": memory,
+        "collectives": collectives,
+        "exposed_collectives": sum(sum(collectives.get(name, {}).values()) for name in _EXPOSED),
     }
 
 
@@ -133,8 +140,9 @@ def _compute_in(recipe: Recipe, parts: Parallelised) -> Parallelised:
 
 def _measure(
     recipe: Recipe, parts: Parallelised, passes: _Passes, meter: MemoryMeter, known: WeightBytes
-) -> tuple[dict[str, int], int]:
-    """(bytes of the rank by purpose, forward passes that are held at once). `known`: what needs no simulation.
+) -> tuple[dict[str, int], int, Counter[tuple[str, str]]]:
+    """(bytes of the rank by purpose, forward passes that are held at once, collectives of a step). `known`: what needs
+    no simulation.
 
     `kept_per_micro_batch`: what one keeps from its forward to its backward pass, in all stages of the rank.
     `receive_buffers`: for hidden states and gradients from other stages; torch keeps them for all micro-batches of a
@@ -142,12 +150,16 @@ def _measure(
     mesh, parallel = parts.mesh, recipe.parallel
     count = micro_batches(recipe, mesh.layout)
     peak, in_flight, kept = 0, 1, [0] * len(parts.stages)
+    calls: Counter[tuple[str, str]] = Counter()
     passes.gradients.clear(micro_batches=count)
     if count > 1:
         for stage in parts.stages:
             passes.forward(stage, last=False)()
-        base = meter.live_bytes
+        calls, base = meter.collectives.copy(), meter.live_bytes
         sizes = [passes.measure(stage, meter) for stage in parts.stages]
+        each = meter.collectives - calls
+        for _ in range(count - 2):
+            calls += each
         kept, working = [size[0] for size in sizes], [size[1] for size in sizes]
         pp, chunks = mesh.layout.pp, parallel.chunks
         kind = schedule_in_force(parallel.schedule, num_stages=pp * chunks, num_micro_batches=count)
@@ -155,15 +167,31 @@ def _measure(
         held, in_flight = most_held(order, kept, working)
         peak = base + held
     meter.restart()
+    meter.collectives.clear()
     for stage in parts.stages:
         passes.forward(stage, last=True)()
     passes.gradients.reduce_across_ranks()
+    calls += meter.collectives
     peak = max(peak, meter.peak_bytes)
     buffers = count * passes.received_bytes
     peak += known.optimizer + buffers - passes.received_bytes
     activations = peak - buffers - known.masters - known.compute_copies - known.gradients - known.optimizer
     found = {"kept_per_micro_batch": sum(kept), "receive_buffers": buffers, "activations": activations, "peak": peak}
-    return asdict(known) | found, in_flight
+    return asdict(known) | found, in_flight, calls
+
+
+def _collectives(
+    mesh: Mesh, passes: _Passes, calls: Counter[tuple[str, str]], micro_batches: int
+) -> dict[str, dict[str, int]]:
+    """By the ranks between which they are, of one step, without those of norm and loss."""
+    groups = (("tp", mesh.tp_group), ("cp", mesh.cp_group))
+    names = {str(group.group_name): name for name, group in groups if group is not None}
+    found: dict[str, dict[str, int]] = {}
+    for (kind, group), number in sorted(calls.items()):
+        found.setdefault(names.get(group, "dp"), {})[kind] = number
+    if received := passes.received_per_micro_batch * micro_batches:
+        found["pp"] = {"send": received, "receive": received}
+    return found
 
 
 def _held_elements(parts: Parallelised) -> HeldElements:
@@ -198,6 +226,10 @@ class _Passes:
         """What torch's pipeline keeps per micro-batch to receive into."""
         buffers = [*self._from_before.values(), *self._from_behind.values()]
         return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
+
+    @property
+    def received_per_micro_batch(self) -> int:
+        return len(self._from_before) + len(self._from_behind)
 
     def forward(self, stage: int, *, last: bool) -> Callable[[], None]:
         """The backward pass that follows; until then it holds all that is kept. `last`: of a step's micro-batches."""
@@ -329,6 +361,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.collectives: Counter[tuple[str, str]] = Counter()
+        """Calls, by operation and name of the group."""
         self._sizes: dict[int, int] = {}
         """Of each living storage, by its identity."""
 
@@ -336,10 +370,22 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back in pieces, and those are what takes memory
         out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count_collective(func._opname.replace("_", ""), args)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self._count(leaf.untyped_storage())
         return out
+
+    def _count_collective(self, name: str, args: Sequence[Any]) -> None:
+        kind = next((kind for kind in _COLLECTIVES if kind.replace("_", "") in name), None)
+        if kind is None:
+            return
+        objects = [each for each in args if isinstance(each, torch.ScriptObject)]
+        groups = [
+            str(dist.ProcessGroup.unbox(each).group_name) for each in objects if "ProcessGroup" in str(each._type())
+        ]
+        self.collectives[kind, (groups or [each for each in args if isinstance(each, str)])[-1]] += 1
 
     @property
     def counted_resize(self) -> Any:
