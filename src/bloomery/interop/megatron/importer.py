@@ -73,6 +73,8 @@ def import_megatron(
         line = CommandLine(own.program, own.flags | line.flags, own.stray + line.stray)
     b = Builder(line, lambda path: _find_file(path, found, source))
     _find_ds_config(b, ds_config, without_ds_config)
+    if strange := [given for given in line.flags.values() if re.search("[\ud800-\udfff]", given.flag + given.text)]:
+        raise RecipeError(Problem(f"{strange[0].flag} is not UTF-8", "", "correct it", strange[0].place))
     for word in (word for word in line.stray if re.fullmatch(r"\$\w+", word)):
         remedy = f"give it with --set {word[1:]}=VALUE, or --set {word[1:]}= where it holds none"
         b.refuse("", f"{word} has no value", "it may hold flags", remedy)
