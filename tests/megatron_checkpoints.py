@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bloomery.config.recipe import ModelSection
+from model_samples import small_model
 
 Row = tuple[str, Tensor, str]
 """Name, whole tensor, and how tensor-parallel ranks share it: rows, columns, gated (rows of two halves) or same."""
@@ -303,3 +304,13 @@ def _write_zero(
         }
         name = f"bf16_zero_pp_rank_{replica}_mp_rank_{mp:02d}_optim_states.pt"
         torch.save({"optimizer_state_dict": saved}, step / name)
+
+
+def made_of(folder: Path, config: ModelSection, **layout: Any) -> Path:
+    """A checkpoint of Megatron-LM with the weights of `hf_folder`."""
+    tensors = {f"model.{name}": each.detach() for name, each in small_model(config).named_parameters()}
+    moments = ("exp_avg", "exp_avg_sq")
+    tensors |= {
+        f"optim.{name[6:]}.{moment}": torch.zeros_like(each) for name, each in tensors.items() for moment in moments
+    }
+    return write_legacy(folder, tensors, config, **layout)

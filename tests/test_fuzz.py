@@ -42,6 +42,9 @@ from bloomery.data.shards import ShardReader, file_checksum, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.interop.hf.folder import HfWeights
 from bloomery.interop.hf.importer import read_model
+from bloomery.interop.megatron.checkpoint import read_checkpoint as read_megatron
+from bloomery.interop.megatron.checkpoint import reading
+from bloomery.interop.megatron.continued import continued, recipe_of
 from bloomery.interop.megatron.importer import import_megatron
 from bloomery.launch.hosts import read_hostfile
 from bloomery.launch.restart import ATTEMPTS_FILE, judge
@@ -57,7 +60,9 @@ from bloomery.sizing.check import load_checked_recipe
 from bloomery.train.resume import resume_point_at
 from conftest import Workshop
 from hf_samples import hf_folder, in_shards
+from megatron_checkpoints import made_of
 from megatron_scripts import SMALL
+from model_samples import small_config
 from monitor_samples import step_record, validation_record
 from prepare_samples import jsonl, make, make_texts, make_tokenizer
 
@@ -367,6 +372,17 @@ def events(folder: Path) -> Parser:
     )
 
 
+def megatron_checkpoint(folder: Path) -> Parser:
+    source = made_of(folder / "theirs", small_config("gpt2", vocab_size=160), tp=1, pp=1)
+
+    def read() -> None:
+        found = read_megatron(source)
+        with reading(source):
+            continued(found, recipe_of(found, None, ["data=null"], weights_only=True), weights_only=False)
+
+    return Parser(next(source.rglob("*.pt")), read)
+
+
 def watched(folder: Path) -> object:
     return status_of(folder, "a", AlertsSection())
 
@@ -480,6 +496,7 @@ PARSERS: dict[str, Callable[[Path], Parser]] = {
     "vocab_txt": vocab_txt,
     "ds_config": lambda f: at(f / "ds.json", DS_CONFIG, lambda path: import_megatron([*SMALL, "--fp16"], ds_config=path).yaml(), fields=True),
     "megatron_flags": lambda f: at(f / "flags", FLAGS, lambda path: import_megatron(text_of(path).split()).yaml()),
+    "megatron_checkpoint": megatron_checkpoint,
     "events": events,
     "watched_events": lambda f: Parser(events(f).path, lambda: watched(f), fields=True),
     "watched_job": watched_job,

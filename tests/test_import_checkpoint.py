@@ -18,8 +18,8 @@ from bloomery.families.registry import family_defaults
 from checkpoints import tensors_of
 from conftest import VOCAB, Workshop
 from hf_samples import change, hf_folder
-from megatron_checkpoints import write_deepspeed, write_legacy
-from model_samples import small_config, small_model
+from megatron_checkpoints import made_of, write_deepspeed, write_legacy
+from model_samples import small_config
 
 Command = Callable[..., tuple[int, str, str]]
 TRAINED: dict[tuple[str, str], Any] = {}
@@ -101,16 +101,6 @@ def test_an_export_for_megatron_comes_back_bit_by_bit(family: str, workshop: Wor
 def test_a_model_that_megatron_core_does_not_have_is_not_exported(workshop: Workshop, command: Command) -> None:
     trained(workshop, "bloom", "timeless")
     assert "the model is a bloom" in command("export", "step3", "theirs", "--format", "megatron")[2]
-
-
-def made_of(folder: Path, config: ModelSection, **layout: Any) -> Path:
-    """A checkpoint of Megatron-LM with the weights of `hf_folder`."""
-    tensors = {f"model.{name}": each.detach() for name, each in small_model(config).named_parameters()}
-    moments = ("exp_avg", "exp_avg_sq")
-    tensors |= {
-        f"optim.{name[6:]}.{moment}": torch.zeros_like(each) for name, each in tensors.items() for moment in moments
-    }
-    return write_legacy(folder, tensors, config, **layout)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])

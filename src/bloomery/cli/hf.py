@@ -133,15 +133,16 @@ def add_arguments_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def run_checkpoint(args: argparse.Namespace) -> int:
-    from bloomery.interop.megatron.checkpoint import read_checkpoint
+    from bloomery.interop.megatron.checkpoint import read_checkpoint, reading
     from bloomery.interop.megatron.continued import continued, import_checkpoint, recipe_of
     from bloomery.sizing.parameters import count_parameters
     from bloomery.train.optimizer import LossScale
     from bloomery.train.state import TrainState
 
     found = read_checkpoint(args.folder)
-    recipe = recipe_of(found, args.recipe, args.overrides, weights_only=args.weights_only)
-    done = continued(found, recipe, weights_only=args.weights_only)
+    with reading(found.folder):
+        recipe = recipe_of(found, args.recipe, args.overrides, weights_only=args.weights_only)
+        done = continued(found, recipe, weights_only=args.weights_only)
     warn(*done.warnings)
     scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
     if scale is not None and done.loss_scale:

@@ -12,6 +12,7 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ _NAMES = (
     (r"^output_layer\.bias$", "lm_head.bias"),
 )
 """Every spelling -> ours here."""
+_WHATEVER = (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError)
 _BUFFER = re.compile(r"_extra_state|inv_freq|word_embeddings_for_head|masked_bias")
 
 
@@ -85,7 +87,8 @@ class Found:
     def parts(self, kind: str, name: str) -> list[Tensor]:
         """By tensor-parallel rank."""
         found = [part for _, part in sorted(self.tensors[kind][name].items())]
-        return [part if isinstance(part, Tensor) else part() for part in found]
+        with reading(self.folder):
+            return [part if isinstance(part, Tensor) else part() for part in found]
 
 
 class Inert:
@@ -106,20 +109,18 @@ def read_checkpoint(folder: Path) -> Found:
                 tag = file.read(255).strip()
             folder /= f"iter_{int(tag):07d}" if tag.isascii() and tag.isdecimal() else tag.rpartition("/")[2]
             break
-    files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
-    if (folder / ".metadata").is_file():
-        found = _torch_dist(folder)
-    elif (folder / "zero").is_dir():
-        found = _universal(folder)
-    elif any(folder.glob("mp_rank_*_model_states.pt")):
-        found = _deepspeed(folder)
-    elif files:
-        found = _legacy(folder, files)
-    else:
-        rule = (
-            "it has mp_rank_*/model_optim_rng.pt, .metadata, zero/ or mp_rank_*_model_states.pt, or a tracker beside it"
-        )
+    layouts = {
+        ".metadata": _torch_dist,
+        "zero/*": _universal,
+        "mp_rank_*_model_states.pt": _deepspeed,
+        "mp_rank_*/model_optim_rng.pt": _legacy,
+    }
+    read = next((read for pattern, read in layouts.items() if any(folder.glob(pattern))), None)
+    if read is None:
+        rule = f"it has {', '.join(layouts)}, or a tracker beside it"
         raise DataError(Problem(f"{folder} is no checkpoint of Megatron", rule, "name the folder of one step"))
+    with reading(folder):
+        found = read(folder)
     for kind in (MASTER, *MOMENTS) if found.unread else ():
         found.tensors[kind].clear()
     return found
@@ -128,18 +129,26 @@ def read_checkpoint(folder: Path) -> Found:
 # ---------------------------------------------------------------- files
 
 
+@contextmanager
+def reading(place: Path) -> Iterator[None]:
+    """Whatever a damaged or forged file leads to within it is one error."""
+    try:
+        yield
+    except (*_WHATEVER, ValueError, pickle.UnpicklingError) as error:
+        rule = "nothing in a checkpoint is executed, and files of torch before 1.6 are not read"
+        remedy = "copy it again; an old one: torch.load and torch.save it once where you trust it"
+        what = f"{place} cannot be read: {type(error).__name__}: {error}"[:400]
+        raise DataError(Problem(what, rule, remedy)) from error
+
+
 def _load(path: Path) -> Any:
     """What torch.save has written, with tensors that are read from the file where they are used."""
-    try:
+    with reading(path):
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         for name in names:
             _refuse_strange(name)
         with torch.serialization.safe_globals([(Inert, name) for name in names]):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, ValueError, TypeError, LookupError, EOFError, pickle.UnpicklingError) as error:
-        rule = "nothing in a checkpoint is executed, and files of torch before 1.6 are not read"
-        remedy = "copy it again; an old one: torch.load and torch.save it once where you trust it"
-        raise DataError(Problem(f"{path} cannot be read: {error}"[:400], rule, remedy)) from error
 
 
 def _refuse_strange(name: str) -> None:
@@ -174,9 +183,12 @@ def plain_name(name: str, first_layer: int = 0) -> str:
 # ---------------------------------------------------------------- Megatron-LM, a file a rank
 
 
-def _legacy(folder: Path, files: Sequence[Path]) -> Found:
+def _legacy(folder: Path) -> Found:
     """mp_rank_TT or mp_rank_TT_PPP. Layers count from 0 in every stage (model, or model0, model1, ...)."""
-    loaded = {tuple(map(int, f"{path.parent.name[8:]}_0".split("_")[:2])): _load(path) for path in files}
+    loaded = {
+        tuple(map(int, f"{path.parent.name[8:]}_0".split("_")[:2])): _load(path)
+        for path in sorted(folder.glob("mp_rank_*/*_rng.pt"))
+    }
     found = Found(folder, "Megatron-LM", loaded[0, 0])
     chunks = sorted(key for key in found.state if re.fullmatch(r"model\d*", key))
     starts, layers = {}, 0
@@ -334,14 +346,12 @@ def _torch_dist(folder: Path) -> Found:
     """torch.distributed.checkpoint with megatron-core's keys; `decoder.layers.mlp...` is the stack of all layers."""
     common = _load(folder / "common.pt")
     found = Found(folder, "megatron-core", common)
-    try:
+    with reading(folder / ".metadata"):
         metadata = _Metadata(io.BytesIO(read_small(folder / ".metadata", LARGE_BYTES))).load()
         places = {
             (key.fqn, tuple(vars(key).get("offset") or ())): place for key, place in metadata.storage_data.items()
         }
         entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")}
-    except (OSError, ValueError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
-        raise DataError(Problem(f"{folder / '.metadata'} cannot be read: {error}", remedy="copy it again")) from error
     for key, entry in entries.items():
         prefix = next((prefix for prefix in KINDS if key.startswith(prefix)), "")
         kind, name = KINDS.get(prefix, MODEL), key.removeprefix(prefix)
