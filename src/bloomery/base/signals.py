@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 from bloomery.base import doing, exit_codes
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-ANSWER_SECONDS = 1.4
+ANSWER_SECONDS = 1.2
 """How long the main thread may take to answer, where nothing is saved."""
 ONE_REQUEST_SECONDS = 1.0
 """Signals within this time are one request: a wrapper passes on what the terminal has sent already. A Ctrl-C after it
