@@ -50,7 +50,7 @@ def test_a_layer_equals_its_emulation_also_when_compiled() -> None:
     here.fp8 = there.fp8 = True
 
     def outcome(layer: torch.nn.Module, device: str) -> list[torch.Tensor]:
-        given = x.to(device).requires_grad_()
+        given = x.detach().to(device).requires_grad_()  # on a CPU, x.to is x itself
         out = layer(given)
         layer.zero_grad()
         out.backward(gradient.to(device))
