@@ -66,13 +66,21 @@ class Site:
         return [path.name for path in folders.complete_checkpoints(self.far)]
 
 
-@pytest.fixture
-def site(workshop: Workshop) -> Site:
-    site = Site(workshop)
-    for _ in range(3):  # one copy at a time: each job's last one is waited for
-        site.train("train.exit_after=2 steps")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    site = Site(Workshop(tmp_path_factory.mktemp("trained")))
+    with pytest.MonkeyPatch.context() as here:
+        here.chdir(site.workshop.folder)
+        for _ in range(3):  # one copy at a time: each job's last one is waited for
+            site.train("train.exit_after=2 steps")
     assert site.copies() == ["step-00000002", "step-00000004", "step-00000006"]
-    return site
+    return site.workshop.folder
+
+
+@pytest.fixture
+def site(workshop: Workshop, trained: Path) -> Site:
+    shutil.copytree(trained, workshop.folder, symlinks=True, dirs_exist_ok=True)
+    return Site(workshop)
 
 
 def test_a_good_copy_replaces_a_damaged_newest(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import tokenizers
 import torch
 
+from bloomery.cli.main import main
 from bloomery.config.load import load_recipe
 from bloomery.data.batch import GlobalBatch, Loader
 from bloomery.data.manifest import manifest_path
@@ -166,28 +168,33 @@ def test_a_run_is_inspected_with_its_own_tokenizer_and_length(workshop: Workshop
     assert "was trained with" in err
 
 
-@pytest.fixture
-def text_recipe(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer, two shards made by `prepare`, and a recipe that trains on them."""
+    with pytest.MonkeyPatch.context() as here:
+        here.chdir(tmp_path_factory.mktemp("prepared"))
+        for name in ("fables", "laws"):
+            lines = [json.dumps({"text": f"{name} number {n}: the fox and the raven.\n" * 3}) for n in range(40)]
+            Path(f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        assert main(["tokenizer", "train", "*.jsonl", "--vocab-size", "300", "--output", "tok"]) == 0
+        Path("text.yaml").write_text(
+            "name: text\nseed: 1\ntokenizer: {path: tok}\n"
+            "prepare:\n"
+            "- {output: both, sources: [fables.jsonl, laws.jsonl], shuffle: false}\n"
+            "- {output: mixed, sources: [fables.jsonl, laws.jsonl]}\n"
+            "data: {train: [{path: both}, {path: mixed, name: the mixture}]}\n"
+            "model: {family: gpt2, num_layers: 1, hidden_size: 16, num_heads: 1, seq_length: 24, vocab_size: 300}\n"
+            "batch: {micro_batch_size: 2, global_batch_size: 4}\nlr: {peak: 1e-3}\ntrain: {for: 5 steps}\n"
+        )
+        assert main(["prepare", "text.yaml"]) == 0
+        return Path.cwd()
+
+
+@pytest.fixture
+def text_recipe(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    for name in ("fables", "laws"):
-        lines = [json.dumps({"text": f"{name} number {n}: the fox and the raven.\n" * 3}) for n in range(40)]
-        Path(f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    code, _, err = command("tokenizer", "train", "*.jsonl", "--vocab-size", "300", "--output", "tok")
-    assert code == 0, err
-    recipe = tmp_path / "text.yaml"
-    recipe.write_text(
-        "name: text\nseed: 1\ntokenizer: {path: tok}\n"
-        "prepare:\n"
-        "- {output: both, sources: [fables.jsonl, laws.jsonl], shuffle: false}\n"
-        "- {output: mixed, sources: [fables.jsonl, laws.jsonl]}\n"
-        "data: {train: [{path: both}, {path: mixed, name: the mixture}]}\n"
-        "model: {family: gpt2, num_layers: 1, hidden_size: 16, num_heads: 1, seq_length: 24, vocab_size: 300}\n"
-        "batch: {micro_batch_size: 2, global_batch_size: 4}\nlr: {peak: 1e-3}\ntrain: {for: 5 steps}\n"
-    )
-    code, _, err = command("prepare", str(recipe))
-    assert code == 0, err
-    return recipe
+    return tmp_path / "text.yaml"
 
 
 def test_a_text_and_documents_without_ends_are_reported(text_recipe: Path, command: Command) -> None:
