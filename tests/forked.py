@@ -6,18 +6,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from multiprocessing import forkserver, get_context
 from pathlib import Path
 
 from bloomery.base import signals
 
-PRELOAD = ["bloomery.launch.fork_server", "bloomery.train.loop", "bloomery.train.setup", "bloomery.plan.score"]
+PRELOAD = ["bloomery.launch.fork_server", "bloomery.train.loop", "bloomery.train.setup"]
 PRELOAD += ["bloomery.parallel.pipeline", "torch.distributed.fsdp"]
 """With torch._dynamo, which pipelines import, and which takes longer than the training of a test."""
 
 
 def start_server() -> None:
     """What the first one preloads, all that this process forks has: also the ranks of `bloomery train` within it."""
+    assert all(find_spec(name) for name in PRELOAD), "the server would pass over it"
     forkserver.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
 
