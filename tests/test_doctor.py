@@ -61,8 +61,11 @@ def test_what_a_node_lacks(workshop: Workshop) -> None:
     assert not list(doctor.node_problems(recipe, {**enough, "devices": 0, "device_memory_bytes": 0})), "a CPU is shared"
     blind = {**enough, "devices": 0, "device_memory_bytes": 0, "cuda": "12.8"}  # its driver has failed
     assert [str(each).partition(".")[0] for each in doctor.node_problems(recipe, blind)] == ["n7 has 0 devices"]
-    assert "n7 writes only 976.6 KiB/s" in doctor.slow_storage(facts)
+    assert "n7 writes only 976.6 KiB/s" in next(doctor.slowness(facts, []))
     assert str(next(iter(doctor.run_problems(recipe, {**facts, "free_disk_bytes": 1})))).startswith("1 B are free")
+
+
+FAST = {"write_bytes_per_second": 1e9}
 
 
 def measured(tflops: float, *, device: str = "cuda:0", error: str = "") -> dict[str, Any]:
@@ -71,10 +74,10 @@ def measured(tflops: float, *, device: str = "cuda:0", error: str = "") -> dict[
 
 def test_a_slow_device_is_told_from_those_of_all_nodes() -> None:
     nodes = [(f"n{node}", [measured(700.0 + node, device=f"cuda:{i}") for i in range(4)]) for node in range(3)]
-    assert not list(doctor.slow_devices(nodes))
+    assert not list(doctor.slowness(FAST, nodes))
     nodes[1][1][2]["tflops"] = 412.25
-    assert list(doctor.slow_devices(nodes)) == ["cuda:2 of n1 computes only 412.2 TFLOP/s, others 701"]
-    assert list(doctor.slow_devices([("n0", [measured(700.0)]), ("n1", [measured(300.0, device="cuda:7")])])) == [
+    assert list(doctor.slowness(FAST, nodes)) == ["cuda:2 of n1 computes only 412.2 TFLOP/s, others 701"]
+    assert list(doctor.slowness(FAST, [("n0", [measured(700.0)]), ("n1", [measured(300.0, device="cuda:7")])])) == [
         "cuda:7 of n1 computes only 300 TFLOP/s, others 700"
     ]
 

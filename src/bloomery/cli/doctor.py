@@ -21,8 +21,7 @@ from bloomery.launch.doctor import (
     machine_facts,
     node_problems,
     run_problems,
-    slow_devices,
-    slow_storage,
+    slowness,
 )
 
 
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         with open(args.run_dir / BAD_NODES_FILE, "a", opener=open_plain) as file:
             file.write(f"{facts['host']}\n")
     nodes = _meet(facts) if args.node else [(facts["host"], facts["measured"])]
-    for slow in filter(None, [slow_storage(facts), *slow_devices(nodes)]):
+    for slow in slowness(facts, nodes):
         signals.say(f"warning: {slow}")
     if not args.node:
         problems = {"problems": [str(problem) for problem in [*bad, *wrong]]} if args.json else {}  # else below

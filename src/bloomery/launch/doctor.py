@@ -136,8 +136,10 @@ def run_problems(recipe: Recipe, facts: dict[str, Any]) -> Iterator[Problem]:
             yield Problem(what, f"{field} needs it", "mount it there, or correct the path")
 
 
-def slow_devices(nodes: Sequence[tuple[str, list[dict[str, Any]]]]) -> Iterator[str]:
+def slowness(facts: dict[str, Any], nodes: Sequence[tuple[str, list[dict[str, Any]]]]) -> Iterator[str]:
     """Warnings. `nodes`: the host and what was `measured` on each."""
+    if (speed := facts["write_bytes_per_second"]) < _SLOW_BYTES_PER_SECOND:
+        yield f"{facts['host']} writes only {format_bytes(speed)}/s to the run folder"
     usual = median_high(each["tflops"] for _, measured in nodes for each in measured)
     for host, measured in nodes:
         for each in measured:
@@ -148,13 +150,6 @@ def slow_devices(nodes: Sequence[tuple[str, list[dict[str, Any]]]]) -> Iterator[
 def bad_nodes(run: Path) -> list[str]:
     path = run / BAD_NODES_FILE
     return sorted(set(read_text(path).split())) if path.exists() else []
-
-
-def slow_storage(facts: dict[str, Any]) -> str:
-    """A warning, or nothing."""
-    speed = facts["write_bytes_per_second"]
-    slow = f"{facts['host']} writes only {format_bytes(speed)}/s to the run folder"
-    return slow if speed < _SLOW_BYTES_PER_SECOND else ""
 
 
 def _has(need: str) -> bool:

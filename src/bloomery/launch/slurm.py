@@ -22,15 +22,8 @@ from bloomery.launch.job import Job
 from bloomery.launch.restart import Attempt
 
 ENDED = (
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "TIMEOUT",
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+    *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
 )
 """States of jobs that do not come back; all others are in the queue, or run."""
 _NEVER_RAN = ("CANCELLED", "00:00:00")
@@ -39,14 +32,19 @@ _POLL_SECONDS = 1.0
 
 def script(job: Job) -> str:
     """What `sbatch` gets, and a person reads."""
-    place = [f"--container-workdir={job.directory}"] if job.section.image else []
+    section, is_chain = job.section, job.section.array > 1
+    own = {
+        "signal": f"TERM@{section.save_before.seconds:.0f}" if section.time_limit else None,
+        "array": f"1-{section.array}%1" if is_chain else None,
+        "output": log_file(job, f"{job.name}_{'%A_%a' if is_chain else '%j'}"),
+    }
     return _script(
         job,
         "training",
-        _of_training(job),
+        own,
         recipe=job.launch_folder / "recipe.yaml",
-        check=shlex.join(["--ntasks-per-node=1", *_container(job, place), *job.check()]),
-        srun=shlex.join(["srun", "--kill-on-bad-exit=1", "--wait=60", *_container(job, place)]),
+        check=shlex.join(["--ntasks-per-node=1", *_container(job), *job.check()]),
+        srun=shlex.join(["srun", "--kill-on-bad-exit=1", "--wait=60", *_container(job)]),
         after=shlex.join([sys.executable, "-m", "bloomery", "launch", "--after", str(job.folder)]),
         interrupted=exit_codes.INTERRUPTED,
     )
@@ -58,10 +56,10 @@ def _script(job: Job, name: str, options: Mapping[str, object], **values: object
     return job.script(name, *more, directives="\n".join(directives(job, options)), **values)
 
 
-def _container(job: Job, more: Sequence[str] = ()) -> list[str]:
-    section = job.section
-    options = [f"--container-image={section.image}", *more] if section.image else []
-    return [*options, *([f"--container-mounts={','.join(section.mounts)}"] if section.mounts else [])]
+def _container(job: Job) -> list[str]:
+    image, mounts = job.section.image, job.section.mounts
+    options = [f"--container-image={image}", f"--container-workdir={job.directory}"] if image else []
+    return [*options, *([f"--container-mounts={','.join(mounts)}"] if mounts else [])]
 
 
 def stage_job(job: Job, step: str, array: int | None) -> tuple[Job, int]:
@@ -105,16 +103,6 @@ def dependency(after: str) -> Sequence[str]:
     return [f"--dependency=afterok:{after}"] if after else []
 
 
-def _of_training(job: Job) -> dict[str, object]:
-    section = job.section
-    is_chain = section.array > 1
-    return {
-        "signal": f"TERM@{section.save_before.seconds:.0f}" if section.time_limit else None,
-        "array": f"1-{section.array}%1" if is_chain else None,
-        "output": log_file(job, f"{job.name}_{'%A_%a' if is_chain else '%j'}"),
-    }
-
-
 def log_file(job: Job, pattern: str) -> str:
     """Of a job; `%` of the folder's own name is none of Slurm's."""
     return f"{str(job.folder).replace('%', '%%')}/logs/{pattern}.log"
@@ -129,11 +117,7 @@ def directives(job: Job, more: Mapping[str, object]) -> list[str]:
         "ntasks-per-node": section.gpus_per_node,
         "gres": f"{section.gres}:{section.gpus_per_node}" if section.gres else None,
         "cpus-per-task": section.cpus_per_task,
-        "mem": section.mem,
-        "partition": section.partition,
-        "account": section.account,
-        "qos": section.qos,
-        "constraint": section.constraint,
+        **{name: getattr(section, name) for name in ("mem", "partition", "account", "qos", "constraint")},
         "exclude": _excluded(job),
         "time": _clock(section.time_limit.seconds) if section.time_limit else None,
         **more,

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -51,8 +51,10 @@ def sync(run: Path, target: str, patterns: Sequence[str]) -> list[str]:
         target = str(_folder(run, target.removeprefix("file://")))
     own_folder(run / "launch", may_be_linked=True)
     note = run / "launch" / f"sync-{hashlib.sha256(target.encode()).hexdigest()[:12]}.json"
-    with _alone(note):
-        arrived = _arrived(note)
+    with locked(own_folder(note.with_suffix(".lock"))):
+        arrived: dict[str, Any] = {}
+        with suppress(OSError, ValueError):  # without a record that can be read, everything goes again
+            arrived = dict(parse_json(read_text(note)))
         wanted = {file: facts for file, facts in _files(run, patterns).items() if arrived.get(file) != list(facts)}
         sent = []
         for batch in _batches(wanted):
@@ -69,13 +71,6 @@ def _folder(run: Path, target: str) -> Path:
         rule = "a copy would take the place of what a training writes"
         raise RecipeError(Problem(f"the target {target!r} is no place outside of the run", rule, "name another folder"))
     return there
-
-
-def _arrived(note: Path) -> dict[str, Any]:
-    """Without a record that can be read, everything goes again."""
-    with suppress(OSError, ValueError):
-        return dict(parse_json(read_text(note)))
-    return {}
 
 
 def _files(run: Path, patterns: Sequence[str]) -> Sizes:
@@ -111,20 +106,13 @@ def _batches(files: Sizes) -> Iterator[list[str]]:
         yield batch
 
 
-@contextmanager
-def _alone(note: Path) -> Iterator[None]:
-    folder = note.with_suffix(".lock")
-    own_folder(folder)
-    with locked(folder):
-        yield
-
-
 def _send(run: Path, target: str, files: list[str]) -> list[str]:
     """Those that have arrived: all that are still there."""
-    attempt = 0
+    attempt, git = 0, target.startswith("git+")
+    send = _to_hub if target.startswith("hf://") else _to_git if git else _to_store
     while files:
         try:
-            _sender(target)(run, target, files)
+            send(run, target, files)
             break
         except ImportError as error:
             what = f"{target} needs a package that is not installed: {first_line(error)}"
@@ -139,12 +127,6 @@ def _send(run: Path, target: str, files: list[str]) -> list[str]:
                 raise DataError(Problem(what, "what has arrived stays", "run the command again")) from error
             time.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
     return files
-
-
-def _sender(target: str) -> Callable[[Path, str, Sequence[str]], None]:
-    if target.startswith("hf://"):
-        return _to_hub
-    return _to_git if target.startswith("git+") else _to_store
 
 
 def _to_store(run: Path, target: str, files: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ import smtplib
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from email.message import EmailMessage
@@ -76,6 +76,9 @@ class Status:
 
     def lines(self) -> list[str]:
         """One screen."""
+        whole = sum(self.goodput.values()) or 1.0
+        shares = sorted(((seconds / whole, name) for name, seconds in self.goodput.items()), reverse=True)
+        parts = [f"{name} {share:.1%}" for share, name in shares if share >= 0.001]
         loss = f"{self.losses[-1]:.4f}  {_sparkline(self.losses)}" if self.losses else "none yet"
         silent = "no sign yet" if self.silent_seconds is None else f"{format_seconds(self.silent_seconds)} ago"
         return [
@@ -85,7 +88,7 @@ class Status:
             f"speed      {format_count(self.tokens_per_second)} tokens/s",
             f"last save  {self.last_save or 'none yet'}",
             f"last sign  {silent}",
-            *_goodput_line(self.goodput),
+            *([f"goodput    {', '.join(parts)}"] if parts else []),
             *(f"ALERT      {text}" for text in self.alerts.values()),
         ]
 
@@ -96,12 +99,6 @@ def _goodput(folder: Path) -> dict[str, float]:
     with suppress(DataError):
         return read_run(folder).goodput() if metrics.is_file() and metrics.stat().st_size < _MOST_BYTES else {}
     return {}
-
-
-def _goodput_line(parts: Mapping[str, float]) -> Iterator[str]:
-    if total := sum(parts.values()):
-        shares = sorted(((seconds / total, name) for name, seconds in parts.items()), reverse=True)
-        yield f"goodput    {', '.join(f'{name} {share:.1%}' for share, name in shares if share >= 0.001)}"
 
 
 def status_of(folder: Path, name: str, alerts: AlertsSection) -> Status:
