@@ -50,7 +50,9 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespa
 
 def run(args: argparse.Namespace) -> int:
     if args.score:
-        return _score(args)
+        from bloomery.plan.answer import scores
+
+        return show(args, scores(args.score))
     from bloomery.base.storage import write_atomically
     from bloomery.config.load import as_yaml
     from bloomery.plan.answer import answer
@@ -75,12 +77,6 @@ def run(args: argparse.Namespace) -> int:
     words = ["bloomery", "verify", args.recipe, *args.overrides, "--simulate-world", str(found.facts["world"])]
     hint = f"Activations are estimated. This measures them: {shlex.join(words)}"
     return show(args, found.facts, lambda facts: f"{_text(facts)}\n\n{hint}")
-
-
-def _score(args: argparse.Namespace) -> int:
-    from bloomery.plan.answer import scores
-
-    return show(args, scores(args.score))
 
 
 def _question(args: argparse.Namespace, catalogue: Catalogue) -> Question:

@@ -8,7 +8,7 @@ from math import gcd
 from bloomery.base.units import format_bytes, format_count
 from bloomery.config.recipe import Recipe
 from bloomery.plan.forecast import Forecast
-from bloomery.sizing.layout import Layout, world_size
+from bloomery.sizing.layout import Layout, micro_batches, world_size
 from bloomery.sizing.memory import checkpoint_bytes
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.schedule import BatchPlan, TrainingPlan
@@ -35,22 +35,17 @@ _CHANGES = {
 def largest_costs(recipe: Recipe, found: Forecast) -> list[str]:
     """The three, and what would change them."""
     costs = sorted(found.costs.items(), key=lambda cost: -cost[1])[:3]
-    total = found.total_seconds
+    total, parallel, why = found.total_seconds, recipe.parallel, dict[str, str]()
+    if parallel.recompute == "full":
+        why["compute"] = "About a quarter of it computes activations again (parallel.recompute=full). "
+    if parallel.pp > 1:
+        count = micro_batches(recipe, Layout.of(recipe))
+        why["bubble"] = f"{parallel.pp} pipeline stages share {count} micro-batches in a step of the full batch. "
     return [
-        f"{name.capitalize()} takes {spent / total:.1%} of the time, {spent / 86400:.3g} days. {_why(recipe, name)}"
+        f"{name.capitalize()} takes {spent / total:.1%} of the time, {spent / 86400:.3g} days. {why.get(name, '')}"
         f"What would change it: {_CHANGES[name]}."
         for name, spent in costs
     ]
-
-
-def _why(recipe: Recipe, name: str) -> str:
-    parallel = recipe.parallel
-    if name == "compute" and parallel.recompute == "full":
-        return "About a quarter of it computes activations again (parallel.recompute=full). "
-    if name == "bubble" and parallel.pp > 1:
-        count = recipe.batch.global_batch_size // (recipe.batch.micro_batch_size * Layout.of(recipe).dp)
-        return f"{parallel.pp} pipeline stages share {count} micro-batches in a step of the full batch. "
-    return ""
 
 
 def warnings(recipe: Recipe, found: Forecast, safe_bytes: float, device_bytes: float, node: int) -> Iterator[str]:

@@ -87,7 +87,11 @@ def forecast(asked: Question) -> Forecast:
     rows = zip(levels, steps.tolist(), seconds.tolist(), begins.tolist(), strict=False)
     costs = {part: float((steps * getattr(time, part)).sum()) for part in PARTS}
     saves = len({*plan.save_steps(), plan.train_steps})
-    costs["evaluation"] = _evaluation_seconds(recipe, plan, float(seconds[-1]))
+    costs["evaluation"] = 0.0
+    if section := recipe.train.evaluate:
+        groups = max(1, len(recipe.data.validation) if recipe.data else 1)
+        batches_read = plan.train_steps // section.every.count * section.steps * groups
+        costs["evaluation"] = batches_read * float(seconds[-1]) / 3  # a forward pass is a third of a step
     # A save stops training for its snapshot; storage is written behind it.
     costs["saves"] = saves * (checkpoint_bytes(recipe.model) / devices / _SNAPSHOT_BYTES_PER_S)
     busy = float((steps * seconds).sum()) + costs["saves"] + costs["evaluation"]
@@ -95,14 +99,6 @@ def forecast(asked: Question) -> Forecast:
     costs["failures"] = busy / between * (_RESTART_SECONDS + min(busy / max(1, saves) / 2, between))
     found = [Level(level.global_batch, level.first_step, n, took, start) for level, n, took, start in rows]
     return Forecast(found, costs, busy / between)
-
-
-def _evaluation_seconds(recipe: Recipe, plan: TrainingPlan, step_seconds: float) -> float:
-    """A forward pass is a third of a step."""
-    if (section := recipe.train.evaluate) is None:
-        return 0.0
-    groups = max(1, len(recipe.data.validation) if recipe.data else 1)
-    return plan.train_steps // section.every.count * section.steps * groups * step_seconds / 3
 
 
 def training_facts(asked: Question, found: Forecast, assumed: Assumptions) -> dict[str, Any]:
