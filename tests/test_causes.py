@@ -1,4 +1,4 @@
-"""`bloomery explain` and `replay`: bad documents are found, and a bit that flipped is told from them."""
+"""`bloomery explain` and `replay`: bad documents are found, and a bit that flipped is distinguished from them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_replay_equals_the_record_and_another_precision_is_compared_loosely(po
     assert before == sorted(path.name for path in poisoned.rglob("*")), "the run is as it was"
 
 
-def test_a_bit_that_flipped_on_one_rank_is_told_from_bad_data(workshop: Workshop, command: Command) -> None:
+def test_a_bit_that_flipped_on_one_rank_is_distinguished_from_bad_data(workshop: Workshop, command: Command) -> None:
     arguments = ["train", str(workshop.recipe), "--run-dir", "run", "--device", "cpu", "--quiet"]
     words = [*arguments, "checkpoint.phases=[{every: 5 steps}]", "train.exit_after=15 steps"]
     log = str(workshop.folder / "log")

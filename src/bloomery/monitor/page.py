@@ -84,7 +84,7 @@ def chart_html(
     note = f' <span class="unit">{escape(unit)}</span>' if unit else ""
     summary = "; ".join(f"{line.name} ends at {number(line.points[-1][1])}" for line in shown if line.style != "raw")
     return (
-        f'{head}{note}</figcaption><div class="plot" role="img" '
+        f'{head}{note}</figcaption><div class="plot" tabindex="0" role="img" '
         f'aria-label="{escape(f"{title}: {summary}")}"></div>{data_html(data)}</figure>'
     )
 

@@ -112,11 +112,18 @@ function draw(figure) {
     hooks: {draw: [decorate], setCursor: marks.length ? [show] : []},
   };
   box.replaceChildren();
-  const plot = new uPlot(options, columns, box);
+  const plot = new uPlot(options, columns, box), steps = columns[0];
   if (marks.length) {
     box.append(note);
     show(plot);
   }
+  box.onkeydown = event => {
+    const move = {ArrowLeft: -1, ArrowRight: 1}[event.key];
+    if (!move) return;
+    const to = Math.max(0, Math.min(steps.length - 1, (plot.cursor.idx ?? steps.length) + move));
+    plot.setCursor({left: plot.valToPos(steps[to], 'x'), top: plot.over.clientHeight / 2});
+    event.preventDefault();
+  };
   return plot;
 }
 
