@@ -39,8 +39,8 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_a_nan_is_visible_in_every_sink(tmp_path: Path) -> None:
     book, screen = journal(tmp_path, tensorboard=True)
-    book.step(step_record(10, loss=math.nan, nan_steps=2, skipped_steps=2))
-    book.validation(validation_record(10, loss=math.nan))
+    book.record(step_record(10, loss=math.nan, nan_steps=2, skipped_steps=2))
+    book.record(validation_record(10, loss=math.nan))
     book.event("spike", 10, loss=math.nan)
     book.close()
     step, validation = strict_lines(tmp_path / "metrics.jsonl")
@@ -74,10 +74,10 @@ def test_events_and_notices_carry_their_times(tmp_path: Path) -> None:
 def test_a_full_disk_is_warned_of_once_and_loses_nothing(tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "size=128k") as small:
         book, screen = journal(small)
-        book.step(step_record(1))
+        book.record(step_record(1))
         ballast = fill(small)
         for step in range(2, 40):
-            book.step(step_record(step))
+            book.record(step_record(step))
         assert screen.getvalue().count("warning:") == 1
         warning = next(line for line in screen.getvalue().splitlines() if "warning:" in line)
         assert re.search(
@@ -87,7 +87,7 @@ def test_a_full_disk_is_warned_of_once_and_loses_nothing(tmp_path: Path) -> None
         )
         strict_lines(small / "metrics.jsonl")
         ballast.unlink()
-        book.step(step_record(40))
+        book.record(step_record(40))
         assert "writable again" in screen.getvalue()
         book.close()
         assert [record.step for record in read_metrics(small / "metrics.jsonl")] == list(range(1, 41))
@@ -102,10 +102,10 @@ def test_a_full_disk_turns_tensorboard_off_with_one_warning(tmp_path: Path, capf
     (tmp_path / "run").mkdir()
     with mounted(tmp_path / "run/tensorboard", "size=64k") as small:
         book, screen = journal(tmp_path / "run", tensorboard=True)
-        book.step(step_record(1))
+        book.record(step_record(1))
         fill(small)
         for step in range(2, 20):
-            book.step(step_record(step))
+            book.record(step_record(step))
         book.close()
         assert screen.getvalue().count("TensorBoard is off for the rest of this job") == 1
         assert capfd.readouterr().err == ""  # no traceback of the writer's thread
@@ -117,7 +117,7 @@ def test_a_full_disk_turns_tensorboard_off_with_one_warning(tmp_path: Path, capf
         steps = [step for step, _ in scalars(small)["lm-loss-training/lm loss"]]
         assert steps == list(range(1, len(steps) + 1))  # what is there is whole
         later, _ = journal(tmp_path / "run", job=2, resume_step=19, tensorboard=True)
-        later.step(step_record(20, job=2))
+        later.record(step_record(20, job=2))
         later.close()
         assert scalars(small)["lm-loss-training/lm loss"][-1] == (20, 2.5)
 
@@ -125,12 +125,12 @@ def test_a_full_disk_turns_tensorboard_off_with_one_warning(tmp_path: Path, capf
 def test_tensorboard_has_the_tags_of_the_reference(tmp_path: Path) -> None:
     sink = TensorBoard(tmp_path / "tensorboard", world_size=8, recipe_text="name: x")
     assert not (tmp_path / "tensorboard").exists()  # started by the first record
-    sink.step(step_record(9))
+    sink.record(step_record(9))
     assert not [tag for tag in scalars(tmp_path / "tensorboard") if "loss-scale" in tag or "memory" in tag]
     measured = {"memory_bytes": 5, "peak_memory_bytes": 6, "memory_share": 0.5, "timers": {"forward": 0.1}}
     flops = {"megatron_tflops": 3.0, "hardware_tflops": 2.0, "hardware_tflops_definition": "hardware_selective"}
-    sink.step(step_record(10, loss_scale=1024.0, mfu=0.5, replicas=4, params_norm=9.0, **measured, **flops))
-    sink.validation(validation_record(10))
+    sink.record(step_record(10, loss_scale=1024.0, mfu=0.5, replicas=4, params_norm=9.0, **measured, **flops))
+    sink.record(validation_record(10))
     sink.close()
     found = scalars(tmp_path / "tensorboard")
     over_all = [
@@ -183,13 +183,13 @@ def shown(folder: Path) -> dict[str, list[int]]:
 def test_a_resume_hides_rolled_back_steps_in_tensorboard_and_keeps_the_past_on_every_axis(tmp_path: Path) -> None:
     first, _ = journal(tmp_path, tensorboard=True)
     for step in range(1, 9):
-        first.step(step_record(step))
-    first.validation(validation_record(4))
+        first.record(step_record(step))
+    first.record(validation_record(4))
     first.close()
     (written,) = (tmp_path / "tensorboard").iterdir()  # event files are read by their names, which hold whole seconds
     written.rename(written.with_name(re.sub(r"tfevents\.\d+", "tfevents.1000000000", written.name)))
     second, _ = journal(tmp_path, job=2, resume_step=5, tensorboard=True)
-    second.step(step_record(6, job=2))
+    second.record(step_record(6, job=2))
     second.close()
     found = shown(tmp_path / "tensorboard")
     assert found["lm-loss-training/lm loss"] == list(range(1, 7))
@@ -201,7 +201,7 @@ def test_a_resume_hides_rolled_back_steps_in_tensorboard_and_keeps_the_past_on_e
 def test_a_torn_metrics_file_is_repaired_and_the_ledger_says_so(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "st')
     book, screen = journal(tmp_path)
-    book.step(step_record(1))
+    book.record(step_record(1))
     book.close()
     assert "removed a torn last line" in screen.getvalue()
     assert read_events(tmp_path / "events.jsonl")[0]["kind"] == "file_repaired"
@@ -211,11 +211,11 @@ def test_a_torn_metrics_file_is_repaired_and_the_ledger_says_so(tmp_path: Path) 
 def test_a_file_gets_one_plain_line_per_record(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as file:
         console = Console(file=file)
-        console.step(step_record(10, mfu=0.417))
-        console.step(step_record(20, loss=math.nan, nan_steps=1, skipped_steps=1))
-        console.validation(validation_record(20))
+        console.record(step_record(10, mfu=0.417))
+        console.record(step_record(20, loss=math.nan, nan_steps=1, skipped_steps=1))
+        console.record(validation_record(20))
         quiet = Console(quiet=True, file=file)
-        quiet.step(step_record(30))
+        quiet.record(step_record(30))
         quiet.notice("hello")
         quiet.warning("disk full")
     assert (tmp_path / "out").read_text().splitlines() == [
@@ -238,8 +238,8 @@ def test_a_closed_pipe_silences_the_console_instead_of_ending_the_training() -> 
     os.close(reader)
     file = os.fdopen(writer, "w")
     console = Console(file=file)
-    console.step(step_record(1))
-    console.step(step_record(2))
+    console.record(step_record(1))
+    console.record(step_record(2))
     console.warning("nobody hears this")
     with pytest.raises(BrokenPipeError):
         file.close()

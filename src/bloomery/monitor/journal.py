@@ -9,7 +9,7 @@ from typing import Any
 from bloomery.base.errors import Problem, StorageError, on_one_line
 from bloomery.base.storage import AppendFile, reason
 from bloomery.monitor import names
-from bloomery.monitor.record import StepRecord, ValidationRecord
+from bloomery.monitor.record import Record
 from bloomery.monitor.sinks import Console, EventFile, MetricsFile, Sink, TextLog
 
 
@@ -51,13 +51,9 @@ class Journal:
                 self.notice(file.repaired)
                 self.event(names.Event.REPAIRED, step, what=file.repaired)
 
-    def step(self, record: StepRecord) -> None:
+    def record(self, record: Record) -> None:
         self._step = record.step
-        self._feed(lambda sink: sink.step(record))
-
-    def validation(self, record: ValidationRecord) -> None:
-        self._step = record.step
-        self._feed(lambda sink: sink.validation(record))
+        self._feed(lambda sink: sink.record(record))
 
     def event(self, kind: names.Event, step: int, **facts: Any) -> None:
         """For events.jsonl only; people read a notice or a warning."""

@@ -25,9 +25,7 @@ class Sink:
     failure: str = ""
     """Why it cannot write any more: the journal then reports it and drops the sink."""
 
-    def step(self, record: StepRecord) -> None: ...
-
-    def validation(self, record: ValidationRecord) -> None: ...
+    def record(self, record: Record) -> None: ...
 
     def event(self, facts: dict[str, Any]) -> None: ...
 
@@ -47,10 +45,8 @@ class MetricsFile(Sink):
     def __init__(self, path: Path) -> None:
         self.file: AppendFile = AppendFile(path, is_whole=_is_json_object)
 
-    def step(self, record: Record) -> None:
+    def record(self, record: Record) -> None:
         self.file.append(to_json(record))
-
-    validation = step
 
 
 class EventFile(Sink):
@@ -76,11 +72,8 @@ class TextLog(Sink):
         own_folder(path.parent)
         self.file: AppendFile = AppendFile(path)
 
-    def step(self, record: StepRecord) -> None:
-        self.file.append(iteration_line(record))
-
-    def validation(self, record: ValidationRecord) -> None:
-        for line in validation_box(record):
+    def record(self, record: Record) -> None:
+        for line in [iteration_line(record)] if isinstance(record, StepRecord) else validation_box(record):
             self.file.append(line)
 
     def notice(self, text: str) -> None:
@@ -146,10 +139,10 @@ class Console(Sink):
         self.quiet, self.seconds_left = quiet, seconds_left
         self._file: TextIO | None = file or sys.stdout
 
-    def step(self, record: StepRecord) -> None:
-        self.notice(console_line(record, self.seconds_left(record)))
-
-    def validation(self, record: ValidationRecord) -> None:
+    def record(self, record: Record) -> None:
+        if isinstance(record, StepRecord):
+            self.notice(console_line(record, self.seconds_left(record)))
+            return
         losses = ", ".join(f"{name} {_loss(loss)}" for name, loss in record.losses.items())
         perplexity = _number(record.perplexity)
         self.notice(f"{record.part} {record.group} at step {record.step}: {losses}, perplexity {perplexity}")

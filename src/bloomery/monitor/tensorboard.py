@@ -28,7 +28,7 @@ class TensorBoard(Sink):
         self._recipe_text, self._world_size = recipe_text, world_size
         self._writer: Any = None
 
-    def step(self, record: Record) -> None:
+    def record(self, record: Record) -> None:
         if self.failure:
             return
         try:
@@ -39,8 +39,6 @@ class TensorBoard(Sink):
         except Exception as error:  # whatever happens to a view must not happen to the training
             why = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             self.failure = f"cannot write {self.folder}: {why}"
-
-    validation = step
 
     def close(self) -> None:
         if self._writer is not None and not self.failure:

@@ -223,7 +223,7 @@ class Run(Opened):
         tflops = flops_per_token(model, LOGGED_FLOPS) * per_device
         peak = peak_flops(device_name(self.device), self.recipe.precision)
         total_bytes = device_total_bytes(self.device)
-        self.journal.step(
+        self.journal.record(
             StepRecord(
                 **interval,
                 step=pending.step,

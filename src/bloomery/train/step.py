@@ -174,7 +174,7 @@ def evaluate(run: Run, state: TrainState, part: Literal["validation", "test"] = 
             sums, counts = total.tolist()  # sync: evaluation is off the training path
             losses = {name: sums[i] / counts[i] for i, name in enumerate(names)}
             main_losses.append(losses[LM_LOSS])
-            run.journal.validation(
+            run.journal.record(
                 ValidationRecord(
                     step=state.step,
                     consumed_samples=state.consumed_samples,
