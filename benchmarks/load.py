@@ -36,18 +36,18 @@ def main() -> None:
         train(run, args.checkpoints)
         ordinary, _ = train(run, 1)
         many_metrics(run / "metrics.jsonl", args.metrics)
-        tell("report", *bloomery("report", run), limit_seconds=20, limit_megabytes=500)
+        show("report", *bloomery("report", run), limit_seconds=20, limit_megabytes=500)
         many_events(run / "events.jsonl", args.events)
         started, megabytes = train(run, 1)
-        tell("start, beyond an ordinary one", started - ordinary, megabytes, limit_seconds=5)
+        show("start, beyond an ordinary one", started - ordinary, megabytes, limit_seconds=5)
         many_checkpoints(run / "checkpoints", args.checkpoints)
-        tell("list", *bloomery("inspect", "checkpoint", run, "--list"), limit_seconds=3)
+        show("list", *bloomery("inspect", "checkpoint", run, "--list"), limit_seconds=3)
         seconds, megabytes = train(run, 1, "checkpoint={keep: {last: 1}}")
         assert len(list((run / "checkpoints").glob("step-*"))) <= 3  # the newest, one proven good, the next to be
-        tell("delete, beyond that start", seconds - started, megabytes, limit_seconds=10)
+        show("delete, beyond that start", seconds - started, megabytes, limit_seconds=10)
 
 
-def tell(what: str, seconds: float, megabytes: float, *, limit_seconds: float, limit_megabytes: float = 1000) -> None:
+def show(what: str, seconds: float, megabytes: float, *, limit_seconds: float, limit_megabytes: float = 1000) -> None:
     verdict = "" if seconds < limit_seconds and megabytes < limit_megabytes else "  TOO MUCH"
     print(f"{what:<45} {seconds:7.1f} s of {limit_seconds:g}  {megabytes:6.0f} MB at most{verdict}", flush=True)
 

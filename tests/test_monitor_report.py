@@ -76,7 +76,7 @@ def make_run(folder: Path, *records: object, events: tuple[dict[str, object], ..
     return folder
 
 
-def test_a_report_tells_the_whole_story_of_a_run(tmp_path: Path) -> None:
+def test_a_report_shows_the_whole_story_of_a_run(tmp_path: Path) -> None:
     run = make_run(
         tmp_path / "run",
         *(step_record(step, loss=4 - step / 10, mfu=0.4, grad_norm=10.0**-step) for step in range(1, 10)),
@@ -189,7 +189,7 @@ def test_a_folder_that_is_no_run_is_a_clear_error(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
-def test_a_killed_run_is_said_to_have_no_stop(tmp_path: Path) -> None:
+def test_a_killed_run_is_reported_to_have_no_stop(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", events=({"kind": "stop", "reason": "old"}, {"kind": "start"}))
     assert "no stop in the ledger: it is running, or it was killed" in read_page(write_report(run))[1].text
 

@@ -124,7 +124,7 @@ def test_a_diverged_run_stops_and_names_the_checkpoint_that_retention_left(
     workshop.train(*hot, changes=["lr"], code=4)
     assert steps_of(run) == before
     assert workshop.events(run, "stop")[-1]["step"] == stop["step"]
-    # And from the good one it goes on; then retention is what it was.
+    # And from the good one it resumes; then retention is what it was.
     workshop.train("train.for=40 steps", keep, LONG[1], start_from="step-00000020", changes=["lr"])
     assert workshop.losses(run)[-1] < 4
     assert steps_of(run) == [30, 40]

@@ -115,7 +115,7 @@ def test_a_disk_that_fills_up_with_checkpoints_keeps_the_older_ones(
     text = said(capsys)
     assert "the checkpoint of step 16 could not be written" in text
     assert "older checkpoints are untouched" in text
-    assert len(workshop.events(run, "save_failed")) >= 2  # it went on after the first
+    assert len(workshop.events(run, "save_failed")) >= 2  # it continued after the first
     assert [record["step"] for record in workshop.metrics(run)] == list(range(1, 17))
     newest = (run / "checkpoints" / "latest").read_text().strip()
     read_checkpoint(run / "checkpoints" / newest)

@@ -1,6 +1,6 @@
 """`bloomery report RUN...`: one self-contained HTML page, about one run or several side by side.
 `bloomery explain RUN --step N`: what a step read, and which documents stand out.
-`bloomery replay RUN --step N`: the same step again, to tell bad data from bad hardware."""
+`bloomery replay RUN --step N`: the same step again, to distinguish bad data from bad hardware."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def add_arguments_explain(parser: argparse.ArgumentParser) -> None:
     _add_arguments(parser)
     parser.add_argument("--before", type=whole_number(0), default=2, help="steps before it to look at; default: 2")
     parser.add_argument("--documents", type=whole_number(1), default=5, help="how many to show; default: 5")
-    text = "do not load the checkpoint before the step, which tells what loss each document has"
+    text = "do not load the checkpoint before the step, which gives each document its loss"
     parser.add_argument("--no-model", action="store_true", help=text)
     add_json(parser)
 
