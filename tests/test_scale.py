@@ -22,8 +22,10 @@ def test_two_nodes_against_one_and_two_results_in_one_picture(
         remove_tree(run)
 
     monkeypatch.setattr("bloomery.plan.trials.remove_tree", note_and_remove)
-    words = ["scale", str(workshop.recipe), "--steps", "6"]
-    assert main([*words, "--nodes", "1,2", "--json"]) == 0
+    other = {"points": [{"nodes": 1, "tokens_per_second": 5.0, "efficiency": 1.0}]}
+    (workshop.folder / "ethernet.json").write_text(json.dumps(other))
+    words = ["scale", str(workshop.recipe), "--steps", "4", "--json"]
+    assert main([*words, "--nodes", "1,2", "--compare", "ethernet.json"]) == 0
     facts = json.loads(capfd.readouterr().out)
     (one, two), folder = facts["points"], workshop.folder / "runs" / "small-scale"
     assert (one["nodes"], one["efficiency"], one["global_batch"]) == (1, 1.0, 8)
@@ -32,11 +34,11 @@ def test_two_nodes_against_one_and_two_results_in_one_picture(
     assert starts == [1, 2]
     assert not (folder / "trial").exists()
     assert json.loads((folder / "scale.json").read_text())["points"] == facts["points"]
-    other = ["--output", "ethernet", "--strong", "--nodes", "1"]
-    assert main([*words, *other, "--compare", str(folder / "scale.json")]) == 0
-    drawn = (workshop.folder / "ethernet" / "scale.html").read_text()
-    assert '"name": "ethernet", "points": [[1' in drawn
-    assert f'"name": "{folder}/scale.json", "points": [[1' in drawn
+    drawn = (folder / "scale.html").read_text()
+    assert '"name": "ethernet.json", "points": [[1' in drawn
+    assert '"name": "runs/small-scale", "points": [[1' in drawn
+    assert main([*words, "--nodes", "2", "--strong", "--output", "strong"]) == 0
+    assert json.loads(capfd.readouterr().out)["points"][0]["global_batch"] == 8
 
 
 def test_a_result_that_is_none(workshop: Workshop, capfd: pytest.CaptureFixture[str]) -> None:
