@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -102,11 +102,14 @@ class Bench:
         found = Trial(list(words), outcome, wall_seconds=time.monotonic() - began)
         remove_tree(run)
         if outcome in ("ok", "stopped early") and measured:
-            return Trial(**{**vars(found), **summary(measured)})
+            steady = {
+                name: median(each[name] for each in measured)
+                for name in ("seconds_per_step", "tokens_per_second", "tflops")
+            }
+            steady["step_seconds"] = steady.pop("seconds_per_step")
+            return replace(found, **steady, peak_memory_bytes=measured[-1].get("peak_memory_bytes"))
         lines = [line for line in text.splitlines() if line.strip()]
-        return Trial(
-            **{**vars(found), "outcome": outcome if outcome != "ok" else "failed", "said": (lines or [""])[-1]}
-        )
+        return replace(found, outcome=outcome if outcome != "ok" else "failed", said=(lines or [""])[-1])
 
     def _watch(self, job: subprocess.Popen[bytes], run: Path, slower_than: float) -> str:
         deadline = time.monotonic() + self.limit_seconds
@@ -150,14 +153,6 @@ def random_data(prefix: Path) -> list[str]:
         for _ in range(500):
             writer.append(random.integers(2000, size=4096))
     return ["tokenizer=null", "prepare=[]", f"data={{train: [{{path: '{prefix}'}}]}}", "launch=null"]
-
-
-def summary(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    steady = {
-        name: median(each[name] for each in measured) for name in ("seconds_per_step", "tokens_per_second", "tflops")
-    }
-    steady["step_seconds"] = steady.pop("seconds_per_step")
-    return steady | {"peak_memory_bytes": measured[-1].get("peak_memory_bytes")}
 
 
 def _figures(run: Path) -> list[dict[str, Any]]:
