@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from bloomery.base.bounded import LARGE_BYTES, in_background, read_json
+from bloomery.base.bounded import LARGE_BYTES, in_background, open_regular, read_json
 from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.hub import local_folder
@@ -42,13 +42,13 @@ _LARGE_BYTES = 1 << 20
 
 def _memory_of(file: str) -> Path | None:
     """Where the facts of a large tokenizer are, by the content of its one file; None for others."""
-    if not file.endswith((".tiktoken", "tokenizer.json")) or not os.path.isfile(file):
-        return None
-    if not _LARGE_BYTES <= os.path.getsize(file) <= LARGE_BYTES:
+    if not file.endswith((".tiktoken", "tokenizer.json")):
         return None
     import tokenizers
 
-    with suppress(OSError), open(file, "rb") as content:
+    with suppress(OSError), open(file, "rb", opener=open_regular) as content:
+        if not _LARGE_BYTES <= os.path.getsize(file) <= LARGE_BYTES:
+            return None
         found = hashlib.file_digest(content, "sha256").hexdigest()
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cache / "bloomery" / f"tokenizer-{found}-{tokenizers.__version__}-{os.path.basename(file)[:5]}.json"
@@ -97,7 +97,7 @@ class Tokenizer:
     def __init__(self, content: str, *, path: str) -> None:
         """`content` is a tokenizer.json; `path` the file it was read from. DataError where it is none."""
         self.path, self.content = path, content
-        self.vocab_size = self._tokenizer_and_size[1]
+        _ = self._tokenizer  # read now, so that its errors come now
 
     @classmethod
     def load(cls, path: str) -> Tokenizer:
@@ -131,13 +131,13 @@ class Tokenizer:
         return parsed
 
     @cached_property
-    def _tokenizer_and_size(self) -> tuple[Any, int]:
+    def _tokenizer(self) -> Any:
         import tokenizers
 
         with doing(f"reading {self.path}"):
             try:
                 tokenizer = tokenizers.Tokenizer.from_str(self.content)
-                size = vocab_size_of(tokenizer)
+                self.vocab_size = vocab_size_of(tokenizer)
             except (KeyboardInterrupt, MemoryError):
                 raise
             except BaseException as error:  # the library raises bare Exception, and its panics are not even that
@@ -147,11 +147,7 @@ class Tokenizer:
         # Files saved by others may carry these; they would silently drop or invent tokens.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return tokenizer, size
-
-    @property
-    def _tokenizer(self) -> Any:
-        return self._tokenizer_and_size[0]
+        return tokenizer
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
