@@ -39,7 +39,6 @@ class _Job:
     """When that was."""
     is_queued: bool = False
     save_seconds: float = 0.0
-    hung_seconds: float = 0.0
     hang: float = 0.0
     rewinds: list[tuple[int, int]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_ALWAYS, 0.0))
