@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,13 +32,32 @@ def test_three_commands_from_a_text_to_a_sample(text: Path, command: Command) ->
     assert code == 0, err
     assert "next: bloomery train my-text.yaml\nthen: bloomery generate runs/my-text --prompt 'Once'" in out
     assert command("check", "my-text.yaml")[0] == 0
-    short = ("train.for=2 steps", "train.evaluate.every=2 steps", "lr.warmup=1 steps", "--device", "cpu", "--quiet")
+    samples = "monitor.samples={prompts: [Once, <b>], tokens: 4}"
+    short = (
+        samples,
+        "train.for=2 steps",
+        "train.evaluate.every=2 steps",
+        "lr.warmup=1 steps",
+        "--device",
+        "cpu",
+        "--quiet",
+    )
     assert command("train", "my-text.yaml", *short)[0] == 0
     code, out, _ = command("generate", "runs/my-text", "--prompt", "Once", "--max-new-tokens", "5", "--device", "cpu")
     assert (code, out.startswith("Once")) == (0, True)
     words = ("--samples", "3", "--top-p", "0.9", "--max-new-tokens", "8", "--temperature", "2", "--device", "cpu")
     code, out, _ = command("generate", "runs/my-text", *words)
     assert (code, len({*out.split("\n---\n")})) == (0, 3)
+    for _ in range(2):  # what was continued once is known
+        assert command("report", "runs/my-text")[0] == 0
+        rows = [json.loads(line) for line in Path("runs/my-text/samples.jsonl").read_text().splitlines()]
+        assert [(each["step"], each["prompt"], each["text"][:3]) for each in rows] == [
+            (2, "Once", "Onc"),
+            (2, "<b>", "<b>"),
+        ]
+    page = Path("runs/my-text/report.html").read_text()
+    assert "<h2>Samples</h2>" in page
+    assert html.escape(rows[1]["text"]) in page
     code, _, err = command("init", "--from", str(text))
     assert (code, "my-text.yaml is there. Init replaces nothing" in err) == (5, True)
 

@@ -2,8 +2,10 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bloomery.base.doing import doing
 from bloomery.base.errors import Problem, RecipeError
@@ -29,34 +31,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
     from bloomery.base.accelerator import pick_device
     from bloomery.checkpoint.folder import find_checkpoint
+
+    if any("\ud800" <= letter <= "\udfff" for letter in args.prompt):
+        raise RecipeError(Problem("--prompt is not UTF-8", remedy="write it in UTF-8", place="command line"))
+    found = find_checkpoint(args.checkpoint)
+    options = {"temperature": args.temperature, "top_k": args.top_k or None, "top_p": args.top_p, "seed": args.seed}
+    prompts, device = [args.prompt] * args.samples, pick_device(args.device)
+    texts = continued(found, prompts, args.max_new_tokens, device, tokenizer_path=args.tokenizer, **options)
+    return show(args, {"samples": texts}, lambda _: "\n---\n".join(texts))
+
+
+def continued(
+    folder: Path, prompts: Sequence[str], tokens: int, device: Any, *, tokenizer_path: str | None = None, **options: Any
+) -> list[str]:
+    """Each prompt and what the checkpoint adds; equal prompts are continued together. `options`: of `generate`."""
+    import torch
+
     from bloomery.checkpoint.load import load_model, read_checkpoint, tokenizer_of
     from bloomery.families.registry import FAMILIES
     from bloomery.model.generate import generate
 
-    if any("\ud800" <= letter <= "\udfff" for letter in args.prompt):
-        raise RecipeError(Problem("--prompt is not UTF-8", remedy="write it in UTF-8", place="command line"))
-    device = pick_device(args.device)
-    checkpoint = read_checkpoint(find_checkpoint(args.checkpoint))
+    checkpoint = read_checkpoint(folder)
     recipe, model = checkpoint.recipe, load_model(checkpoint, device=device)
     if FAMILIES[recipe.model.family].encoder:
         raise RecipeError(Problem(f"this checkpoint is a {recipe.model.family}", "an encoder cannot continue a text"))
-    tokenizer = tokenizer_of(checkpoint, args.tokenizer)
-    ids = tokenizer.encode_batch([args.prompt])[0].tolist() or [tokenizer.eod_id]
-    with doing(f"generating {args.samples * args.max_new_tokens:,} tokens") as work:
-        tokens = generate(
-            model,
-            torch.tensor([ids] * args.samples, device=device),
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_k=args.top_k or None,
-            top_p=args.top_p,
-            seed=args.seed,
-            eod_id=tokenizer.eod_id,
-            each=partial(work.over, total=args.max_new_tokens),
-        )
-    texts = [tokenizer.decode([token for token in row if token != tokenizer.eod_id]) for row in tokens.tolist()]
-    return show(args, {"samples": texts}, lambda _: "\n---\n".join(texts))
+    tokenizer, texts = tokenizer_of(checkpoint, tokenizer_path), list[str]()
+    with doing(f"generating {len(prompts) * tokens:,} tokens") as work:
+        step = partial(work.over, total=tokens)
+        for prompt in dict.fromkeys(prompts):
+            ids = tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.eod_id]
+            rows = torch.tensor([ids] * prompts.count(prompt), device=device)
+            made = generate(model, rows, max_new_tokens=tokens, eod_id=tokenizer.eod_id, each=step, **options)
+            texts += [tokenizer.decode([token for token in row if token != tokenizer.eod_id]) for row in made.tolist()]
+    return texts

@@ -15,7 +15,8 @@ from typing import Any
 
 from bloomery.base import exit_codes
 from bloomery.base.doing import doing
-from bloomery.base.errors import Problem, RecipeError
+from bloomery.base.errors import BloomeryError, Problem, RecipeError
+from bloomery.base.storage import append_line
 from bloomery.cli.arguments import (
     add_device,
     add_json,
@@ -71,8 +72,33 @@ def run_report(args: argparse.Namespace) -> int:
             facts = {"runs": [each.facts() for each in runs], "recipe_differences": recipe_differences(runs)}
             print(strict_json(facts, indent=2))
         else:
+            for folder in args.runs:
+                _continue_samples(folder)
             print(write_report(*args.runs, output=args.output))
     return exit_codes.OK
+
+
+def _continue_samples(run: Path) -> None:
+    """With each checkpoint that is there and has not done so, the prompts of the recipe."""
+    recipe_file, done = run / names.RECIPE_FILE, run / names.SAMPLES_FILE
+    wanted = load_recipe(str(recipe_file), is_saved=True).recipe.monitor.samples if recipe_file.is_file() else None
+    if wanted is None:
+        return
+    from bloomery.base.accelerator import pick_device
+    from bloomery.checkpoint.folder import CHECKPOINTS, step_folders, step_of
+    from bloomery.cli.generate import continued
+
+    known = {(each["step"], each["prompt"]) for each in readable_lines(done, step=int, prompt=str)}
+    for folder in step_folders(run / CHECKPOINTS):
+        step = step_of(folder)
+        if prompts := [each for each in wanted.prompts if (step, each) not in known]:
+            try:
+                texts = continued(folder, prompts, wanted.tokens, pick_device(), temperature=0.0)
+            except BloomeryError as error:  # a report is worth having without them
+                print(f"bloomery: warning: no samples of {folder.name}: {error}", file=sys.stderr)
+                continue
+            for prompt, text in zip(prompts, texts, strict=True):
+                append_line(done, strict_json({"step": step, "prompt": prompt, "text": text}))
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -381,6 +381,15 @@ class ProfileSection(Section):
     """Who records."""
 
 
+class SamplesSection(Section):
+    """Texts that the report shows as each checkpoint continues them, the likeliest token always."""
+
+    prompts: Annotated[list[str], Field(min_length=1)]
+    """Their beginnings: `[Once upon a time]`."""
+    tokens: Size = 60
+    """How many are added to each."""
+
+
 class MonitorSection(Section):
     log_every: Steps = Amount(10, "steps")
     """Steps between log lines and metric records."""
@@ -396,6 +405,8 @@ class MonitorSection(Section):
     """Project of Weights & Biases; WANDB_MODE=offline needs no network."""
     profile: ProfileSection | None = None
     """Profile some steps of every job; omitted: only those asked for on a live run."""
+    samples: SamplesSection | None = None
+    """Continue texts with every checkpoint that is there when `bloomery report` is called."""
     alerts: AlertsSection | None = None
     """Whom to alert of what; omitted: nobody."""
 

@@ -9,6 +9,7 @@ TEXT_LOG_FILE = "logs/main_log.txt"
 STACKS_FILE = "logs/stacks.txt"
 TENSORBOARD_FOLDER = "tensorboard"
 REPORT_FILE = "report.html"
+SAMPLES_FILE = "samples.jsonl"
 RECIPE_FILE = "recipe.yaml"
 
 

@@ -22,7 +22,7 @@ from bloomery.monitor import names
 from bloomery.monitor.events import NOTABLE, TROUBLE, sentence
 from bloomery.monitor.gather import AXES, NESTED, Curve, Gathered, is_number, numbers, read_run, thin
 from bloomery.monitor.goodput import PARTS
-from bloomery.monitor.history import valid_records
+from bloomery.monitor.history import readable_lines, valid_records
 from bloomery.monitor.page import Line, chart_html, data_html, fact, number, page, table
 from bloomery.monitor.record import perplexity_of
 from bloomery.monitor.sinks import iso_time
@@ -217,6 +217,11 @@ def _tables_of_one(run: RunOf) -> Iterator[str]:
             kept = any((run.folder / root / name).is_dir() for root in ("checkpoints", "checkpoints-local"))
             rows.append([_when(event), name, sentence(event), "kept" if kept else "deleted or put aside"])
         yield "<h2>Checkpoints</h2>" + table({"time (UTC)": "when", "checkpoint": "", "": "words", "now": ""}, rows)
+    samples = list(readable_lines(run.folder / names.SAMPLES_FILE, step=int, prompt=str, text=str))
+    if samples:
+        rows = [[each["prompt"], f"{each['step']:,}", each["text"]] for each in samples]
+        head = {"prompt": "words", "step": "number", "continued by the checkpoint of that step": "words"}
+        yield "<h2>Samples</h2>" + table(head, sorted(rows, key=itemgetter(0)))
     yield _event_table(found)
     facts = [(key, found.facts.get(key)) for key in ("host", "command", "commit", "device", "fingerprint", "versions")]
     rows = [[key, _words(value)] for key, value in facts if value]
