@@ -218,7 +218,9 @@ class Gathered:
         if is_number(event.get("time")):
             self._at(event["time"])
         self.ledger.event(event)
-        self.energy = max(self.energy, Energy.from_json(event.get(names.FACT_ENERGY)), key=Energy.order)
+        energy = event.get(names.FACT_ENERGY)
+        if isinstance(energy, dict) and all(map(is_number, energy.values())):
+            self.energy = max(self.energy, Energy.from_json(energy), key=Energy.order)
         self.facts |= {name: event[name] for name in names.SHOWN_FACTS if event.get(name) is not None}
         losses = event.get(names.FACT_REFERENCE_LOSSES)
         if isinstance(losses, dict):
