@@ -5,13 +5,12 @@ Both may have millions of lines: they are read one at a time, and nothing else i
 
 import contextlib
 import math
-import mmap
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import orjson
 
@@ -27,6 +26,7 @@ DAMAGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 """What reading a line that is not as it should be may raise."""
 EVENT: dict[str, type] = {"kind": str, "step": int, "time": float}
 """Types of the fields that every event has."""
+_BLOCK_BYTES = 2**20
 _STEP = re.compile(rb'"step": ?(\d+)')
 _STARTS_AND_STOPS = re.compile(rb'"kind": ?"(start|stop)"')
 
@@ -74,10 +74,11 @@ def set_abandoned_aside(run: Path, step: int) -> None:
     to pass over; storage that fails leaves them where they were."""
     path = run / names.METRICS_FILE
     with contextlib.suppress(OSError, ValueError, TypeError), open(path, "r+b", opener=open_plain) as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            cut = size = len(content)
-            while cut and int(_STEP.search(content, (start := content.rfind(b"\n", 0, cut - 1) + 1), cut)[1]) > step:  # type: ignore[index]
-                cut = start
+        cut = size = file.seek(0, os.SEEK_END)
+        for place, line in _backwards(file):
+            if int(_STEP.search(line)[1]) <= step:  # type: ignore[index]
+                break
+            cut = place
         if cut < size:
             with open(run / names.ABANDONED_METRICS_FILE, "ab", opener=open_plain) as other:
                 file.seek(cut)
@@ -85,6 +86,24 @@ def set_abandoned_aside(run: Path, step: int) -> None:
                 other.flush()
                 os.fsync(other.fileno())
             file.truncate(cut)
+
+
+def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file and where they begin, from the last one on. ValueError if one is too long."""
+    place, rest = file.seek(0, os.SEEK_END), b""
+    while place:
+        size = min(place, _BLOCK_BYTES)
+        start = file.seek(place - size)
+        rest, *lines = (file.read(size) + rest).splitlines(keepends=True)
+        if len(rest) > SMALL_BYTES:
+            raise ValueError("it is too long")
+        place = start
+        begin = start + len(rest) + sum(map(len, lines))
+        for line in reversed(lines):
+            begin -= len(line)
+            yield begin, line
+    if rest:
+        yield 0, rest
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
