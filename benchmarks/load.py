@@ -88,9 +88,9 @@ def train(run: Path, steps: int, *overrides: str) -> tuple[float, float]:
 
 
 def many_metrics(path: Path, count: int) -> None:
-    """The first record again and again, with steps from 1 on and losses that differ."""
-    first = json.loads(path.read_text().splitlines()[0])
-    text = json.dumps({**first, "step": "STEP", "losses": {"lm loss": "LOSS"}}) + "\n"
+    """The newest job's record again and again, with steps from 1 on and losses that differ."""
+    newest = json.loads(path.read_text().splitlines()[-1])
+    text = json.dumps({**newest, "step": "STEP", "losses": {"lm loss": "LOSS"}}) + "\n"
     losses = np.random.default_rng(0).normal(3.0, 0.1, count)
     with path.open("w") as file:
         for step, loss in enumerate(losses.tolist(), 1):
