@@ -201,6 +201,10 @@ def test_an_imported_model_is_never_lost_in_silence(
         code, _, err = command(*words)
         assert (code, said in err, "model.norm_eps" in err, "Traceback" in err) == (3, True, True, False), err
     assert not [*Path("x").glob("**/step-*")]
+    code, _, err = command("train", "new/recipe.yaml", "--run-dir", "again", *short)
+    assert (code, "began with direct. Only a new run" in err) == (3, True), err
+    assert command("train", "new/recipe.yaml", "init=null", "--run-dir", "again", *short)[0] == 0
+    assert command("verify", "new/recipe.yaml", "--layouts", "zero1-dp2", "--steps", "2")[0] == 0
 
 
 # ---------------------------------------------------------------- refusals

@@ -98,9 +98,7 @@ def run_hf(args: argparse.Namespace) -> int:
 
     folder = Path(local_folder(args.folder, weights=True))
     model = read_model(folder)
-    begins = {
-        "from": str(args.output / CHECKPOINTS / step_name(0))
-    }  # also where the recipe is trained in another folder
+    begins = {"from": str(args.output / CHECKPOINTS / step_name(0))}  # for who trains the recipe in another folder
     found = [f"model={json.dumps(model)}", f"init={json.dumps(begins)}"]
     if tokenizer_files(folder):
         found.append(f"tokenizer={json.dumps({'path': str(args.output / TOKENIZER)})}")
@@ -112,7 +110,7 @@ def run_hf(args: argparse.Namespace) -> int:
     section = checked.recipe.model
     parameters = count_parameters(section).total
     tokenizer = "" if checked.recipe.tokenizer else ", no tokenizer"
-    data = "" if checked.recipe.data else " 'data.train=[{path: SHARD}]' with a shard of `bloomery prepare`"
+    data = "" if checked.recipe.data else " 'data.train=[{path: SHARD}]'\nSHARD: what `bloomery prepare` has written"
     text = (
         f"{done.checkpoint}: {section.family}, {parameters:,} parameters, {done.tensors} tensors{tokenizer}\n"
         f"{done.proof}\nnext: bloomery train {args.output / 'recipe.yaml'} --run-dir {args.output}{data}"

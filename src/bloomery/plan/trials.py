@@ -129,7 +129,7 @@ class Bench:
 def short_training(steps: int) -> list[str]:
     """Overrides for a training of so many steps whose only checkpoint is its last."""
     return [
-        *("launch.array=1", "batch.rampup=null", f"train.for={steps} steps", "train.exit_after=null"),
+        *("init=null", "launch.array=1", "batch.rampup=null", f"train.for={steps} steps", "train.exit_after=null"),
         *("train.evaluate=null", "data.validation={}", "data.test={}"),
         *("lr.schedule=constant", "lr.warmup=0 steps", "lr.decay=null", "lr.min=0", "lr.cooldown=null"),
         *(f"checkpoint={{phases: [{{every: {10 * steps} steps}}]}}", "monitor.tensorboard=false"),

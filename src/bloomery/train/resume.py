@@ -75,12 +75,27 @@ def find_resume_point(
                 resume_point_at(weights, recipe, changes=changes, reads=("model", "tokenizer"))
                 state.imported_from = {"folder": str(weights.folder), "sha256 of its manifest": _hash(weights)}
             return ResumePoint(state, TrainingPlan.of(recipe), weights=weights)
+        _refuse_other_beginning(choice.checkpoint, recipe)
         point = resume_point_at(choice.checkpoint, recipe, changes=changes)
         if wanted is not None:  # a branch is newer than what it leaves behind, also by a clock that is not
             point.state.saved_at = max(point.state.saved_at, _last_saved(roots))
         if choice.checkpoint.folder.parent != roots[0]:
             point.state.saved_step = None  # a node-local checkpoint is no promise: a run that stops here still saves
         return replace(point, choice=choice)
+
+
+def _refuse_other_beginning(checkpoint: Checkpoint, recipe: Recipe) -> None:
+    """Weights that a recipe names must not be passed over because another run has the folder."""
+    if recipe.init is None or recipe.init == (began := checkpoint.recipe.init):
+        return
+    how = f"with {began.from_}" if began else "without init"
+    raise DataError(
+        Problem(
+            f"init.from is {recipe.init.from_}, but the run of {checkpoint.folder} began {how}",
+            "only a new run begins with other weights",
+            "name another folder with --run-dir, or use init=null to resume this run",
+        )
+    )
 
 
 def _last_saved(roots: Sequence[Path]) -> float:

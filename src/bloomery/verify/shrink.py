@@ -70,6 +70,7 @@ def shrink(recipe: Recipe, layouts: Sequence[VerifiedLayout], folder: Path, *, s
         },
     }
     small = before | {section: (before[section] or {}) | fields for section, fields in science.items()}
+    small["init"] = None  # those weights have another shape
     small["data"] |= {
         "train": _sources(recipe, folder),
         "validation": {"valid": [{"path": str(folder / "valid")}]} if evaluates and data.get("validation") else {},
