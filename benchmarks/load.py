@@ -38,7 +38,7 @@ def main() -> None:
         kept = (run / "metrics.jsonl").read_bytes()
         many_metrics(run / "metrics.jsonl", args.metrics)
         show("report", *bloomery("report", run), limit_seconds=20, limit_megabytes=500)
-        (run / "metrics.jsonl").write_bytes(kept)  # those are steps that no checkpoint has: a start would set them aside
+        (run / "metrics.jsonl").write_bytes(kept)  # of steps that no checkpoint has: a start would set them aside
         many_events(run / "events.jsonl", args.events)
         started, megabytes = train(run, 1)
         show("start, beyond an ordinary one", started - ordinary, megabytes, limit_seconds=5)

@@ -64,7 +64,8 @@ def test_three_commands_from_a_text_to_a_sample(text: Path, command: Command) ->
 
 def test_a_shard_and_a_model_may_be_begun_from(text: Path, tmp_path: Path, command: Command) -> None:
     assert command("init", "--from", str(text), "--device", "cpu")[0] == 0
-    assert command("init", "--from", "my-text-data/shard", "--name", "again", "--device", "cpu")[0] == 0
+    code, out, _ = command("init", "--from", "my-text-data/shard", "--name", "again", "--device", "cpu")
+    assert (code, out.endswith("generate runs/again --prompt 'Once' --tokenizer FOLDER\n")) == (0, True)
     first, again = (load_checked_recipe(name).recipe for name in ("my-text.yaml", "again.yaml"))
     assert (again.model, again.data.train[0].path) == (first.model, first.data.train[0].path)
     (tmp_path / "tok").mkdir()
@@ -74,6 +75,22 @@ def test_a_shard_and_a_model_may_be_begun_from(text: Path, tmp_path: Path, comma
     tuned = load_checked_recipe("tuned.yaml").recipe
     model = tuned.model.model_copy(update={"vocab_multiple": CASES["gpt2"].vocab_multiple})
     assert (tuned.init.from_, model, tuned.tokenizer.path) == ("hf", CASES["gpt2"], "hf")
+
+
+@pytest.mark.parametrize("words", [[], ["--characters"]])
+@pytest.mark.parametrize(
+    ("text", "validates"),
+    [("It was here.\n" * 14_000, True), (make_texts(200)[0][:20] * 240, True), ("A few. " * 43, False)],
+)
+def test_what_next_names_trains_also_a_small_text(
+    text: str, validates: bool, words: list[str], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text(text)
+    code, out, err = command("init", "--from", "a.txt", "--device", "cpu", *words)
+    assert (code, "no validation: the text is too short" in out) == (0, not validates), err
+    assert command("train", "a.yaml", "train.exit_after=1 steps", "--device", "cpu", "--quiet")[0] == 0
+    assert len(load_checked_recipe("a.yaml").recipe.data.split or "") == 4 * validates
 
 
 @pytest.mark.parametrize(
@@ -97,6 +114,8 @@ def test_what_init_cannot_read_leaves_nothing(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    code, _, err = command("init", "--from", "nothing.txt", "--name", "a/b")
+    assert (code, "--name is 'a/b'. Letters, digits" in err) == (2, True)
     code, _, err = command("init", "--from", "nothing.txt")
     assert (code, "matches no file" in err) == (3, True)
     assert not [*tmp_path.iterdir()]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bloomery.base import exit_codes
-from bloomery.base.errors import Problem, StorageError
+from bloomery.base.errors import Problem, RecipeError, StorageError
 from bloomery.base.hub import local_folder
 from bloomery.base.storage import remove_tree, write_atomically
 from bloomery.base.units import format_count
@@ -48,6 +49,11 @@ _SIZES = (
     _Size(24, 1024, 16, 2048, 128, 3e-4, 500_000),
     _Size(24, 2048, 16, 2048, 256, 2e-4, 1_000_000),
 )
+_VALIDATION = 0.05
+"""The share of the text that is not trained on."""
+_NO_VALIDATION = "no validation: the text is too short for a part of its own"
+_SHORTEST = 32
+"""Sequence of which validation says something."""
 _VOCABULARIES = {2**20: 512, 2**25: 2048, 2**28: 8192, 2**31: 32_768}
 """Up to how many bytes of text which one; above all, 50,304."""
 
@@ -57,15 +63,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text += "own sources"
     parser.add_argument("--from", dest="sources", metavar="PATH", nargs="+", default=["python-stdlib"], help=text)
     parser.add_argument("--name", help="of the recipe and its run; default: that of the first PATH")
-    parser.add_argument("--vocab-size", type=whole_number(257, 1 << 24), help="of the tokenizer that a text gets")
+    size = "of the tokenizer that a text gets; default: by the size of the text"
+    parser.add_argument("--vocab-size", type=whole_number(257, 1 << 24), help=size)
     characters = "a tokenizer of characters, for a small text"
     parser.add_argument("--characters", action="store_true", help=characters)
     add_device(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    from bloomery.config.recipe import RUN_NAME
+
     first = Path(args.sources[0])
-    name = args.name or re.sub(r"[^A-Za-z0-9._-]+", "-", first.name.split(".")[0]).strip("-._") or "mine"
+    name = args.name or re.sub(r"[^A-Za-z0-9._-]+", "-", first.name.split(".")[0]).strip("-._")[:99] or "mine"
+    if not re.fullmatch(RUN_NAME, name):
+        rule = "letters, digits, `.`, `_` and `-`, at first a letter or digit, at most 100"
+        raise RecipeError(Problem(f"--name is {name!r}", rule, "give another", "command line"))
     path = Path(f"{name}.yaml")
     place = f"{name}-data"
     for there in filter(Path.exists, (path, Path(place))):
@@ -75,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
     is_text, train = not Path(f"{first}.idx").is_file(), ["--kind", "characters"]
     if is_text:
         tokens, vocabulary = _of_text(args.sources, args.vocab_size)
-        train = train if args.characters else ["--vocab-size", str(vocabulary)]
+        train = (
+            train if args.characters else ["--vocab-size", str(vocabulary), *["--allow-fewer"] * (not args.vocab_size)]
+        )
         shard, tokenizer = f"{place}/shard", f"tokenizer: {{path: {place}/tokenizer}}\n"
         prepare = f"prepare:  # text to tokens, by `bloomery prepare {path}`\n"
         prepare += f"  - {{output: {shard}, sources: [{', '.join(map(json.dumps, args.sources))}]}}\n"
@@ -88,20 +102,20 @@ def run(args: argparse.Namespace) -> int:
         words = ["tokenizer", "train", *args.sources, *train, "--output", f"{place}/tokenizer"]
         code = _do(*words) if is_text else exit_codes.OK
         if not code:
-            if args.characters:
-                from bloomery.data.tokenizer import Tokenizer
-
-                tokens, vocabulary = _BYTES_PER_TOKEN * tokens, Tokenizer.load(f"{place}/tokenizer").vocab_size
-            size = _fitting(tokens, args.device)
-            write_atomically(path, _recipe(name, size, vocabulary, tokens, tokenizer + prepare, shard))
-            code = _do("prepare", str(path)) if is_text else exit_codes.OK
+            if is_text:  # a recipe by the size of the text, with which it becomes a shard that is counted
+                write_atomically(path, _recipe(name, args.device, vocabulary, tokens, tokenizer + prepare, shard))
+                code = _do("prepare", str(path))
+                tokens, vocabulary = (tokens, vocabulary) if code else _of_shard(shard)[:2]
+            write_atomically(path, _recipe(name, args.device, vocabulary, tokens, tokenizer + prepare, shard))
     finally:
         if code:  # so that the same command can be given again
             path.unlink(missing_ok=True)
             remove_tree(place)
     if code:
         return code
-    print(f"{path}: written\nnext: bloomery train {path}\nthen: bloomery generate runs/{name} --prompt 'Once'")
+    print(f"{path}: written" + f"; {_NO_VALIDATION}" * (not _has_validation(tokens)))
+    then = "" if is_text else " --tokenizer FOLDER"
+    print(f"next: bloomery train {path}\nthen: bloomery generate runs/{name} --prompt 'Once'{then}")
     return exit_codes.OK
 
 
@@ -149,10 +163,21 @@ def _fitting(tokens: float, wanted: str | None) -> _Size:
     return fits[-1] if fits else _SIZES[0]
 
 
-def _recipe(name: str, size: _Size, vocabulary: int, tokens: float, text: str, shard: str) -> str:
+def _has_validation(tokens: float) -> bool:
+    return _VALIDATION * tokens >= _SHORTEST + 2  # the label of the last, and one for rounding
+
+
+def _recipe(name: str, device: str | None, vocabulary: int, tokens: float, text: str, shard: str) -> str:
+    size, validates = _fitting(tokens, device), _has_validation(tokens)
+    room = max(1, int(_VALIDATION * tokens if validates else tokens) - 2)
+    size = size._replace(seq_length=min(size.seq_length, 2 ** int(math.log2(room))))
     steps = int(_EPOCHS * tokens / (size.batch * size.seq_length))
     steps = min(max(steps, 100), size.most_steps)
     seen = steps * size.batch * size.seq_length
+    split, evaluate = f"  # {_NO_VALIDATION}\n", ""
+    if validates:
+        split = f'  split: "{100 - 100 * _VALIDATION:g},{100 * _VALIDATION:g}"  # train and valid\n  split_by: tokens\n'
+        evaluate = f"  evaluate: {{every: {max(10, steps // 10)} steps, steps: 5}}\n"
     return f"""\
 # By `bloomery init`. docs/recipe.md has every field; `bloomery check {name}.yaml` says what this one comes to.
 name: {name}
@@ -166,14 +191,11 @@ model:  # a small Llama: {format_count(size.parameters)} parameters, and embeddi
 {text}data:
   train:
     - {{path: {shard}}}
-  split: "95,5"  # train and valid
-  split_by: tokens
-batch: {{micro_batch_size: {min(size.batch, 16)}, global_batch_size: {size.batch}}}
+{split}batch: {{micro_batch_size: {min(size.batch, 16)}, global_batch_size: {size.batch}}}
 lr: {{peak: {size.peak}, min: {size.peak / 10:g}, schedule: cosine, warmup: {max(10, steps // 50)} steps}}
 train:
   for: {steps} steps  # {format_count(seen)} tokens, {seen / max(tokens, 1):.1f} times the text
-  evaluate: {{every: {max(10, steps // 10)} steps, steps: 5}}
-checkpoint:
+{evaluate}checkpoint:
   phases:
     - {{every: {max(10, steps // 4)} steps}}
 monitor: {{log_every: {max(1, min(10, steps // 50))} steps}}

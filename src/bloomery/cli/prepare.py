@@ -27,7 +27,9 @@ def add_arguments_train(parser: argparse.ArgumentParser) -> None:
     entries = whole_number(257, 1 << 24)  # from the bytes and the end of text to the most that a tokenizer may have
     kinds = "bpe (default) is byte-level BPE; characters and bytes are for toys"
     parser.add_argument("--kind", choices=("bpe", "characters", "bytes"), default="bpe", help=kinds)
-    parser.add_argument("--vocab-size", type=entries, help="entries of bpe, special tokens included")
+    parser.add_argument("--vocab-size", type=entries, help="entries of bpe, which requires it; special tokens included")
+    few = "let bpe have fewer entries where the texts give no more"
+    parser.add_argument("--allow-fewer", action="store_true", help=few)
     parser.add_argument("--output", required=True, help="folder for tokenizer.json")
     parser.add_argument("--text-key", default="text", help="where a .jsonl record or parquet row keeps its document")
     add_json(parser)
@@ -58,7 +60,8 @@ def run_train(args: argparse.Namespace) -> int:
         work.what, work.share = "training the tokenizer: finding its entries", None
 
     with doing("training the tokenizer") as work:
-        tokenizer = train_tokenizer(texts(), vocab_size=args.vocab_size, output=args.output, kind=args.kind)
+        how = {"vocab_size": args.vocab_size, "kind": args.kind, "allow_fewer": args.allow_fewer}
+        tokenizer = train_tokenizer(texts(), output=args.output, **how)
     text = (
         f"{args.output}: {tokenizer.vocab_size:,} entries from {len(files):,} files "
         f"({empty} empty and {bad} unreadable left out), hash {tokenizer.content_hash[:12]}"

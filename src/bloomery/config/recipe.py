@@ -209,6 +209,7 @@ class EvaluateSection(Section):
     """Global batches evaluated per group; always the same ones, so that values compare."""
 
 
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 StepRange = Annotated[str, Field(pattern=r"^[0-9]{1,12}-[0-9]{1,12} steps$")]
 
 
@@ -549,7 +550,7 @@ class InitSection(Section):
 class Recipe(Section):
     """One training, from raw text to checkpoints."""
 
-    name: Annotated[str, REPORTING] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    name: Annotated[str, REPORTING] = Field(pattern=RUN_NAME)
     """Name of the run and of its folder runs/<name>: letters, digits, `.`, `_` and `-`, at first a letter or digit."""
     seed: Annotated[int, ORDER] = Field(default=42, ge=0, lt=2**63)
     """Initial weights, data order and dropout follow from it."""

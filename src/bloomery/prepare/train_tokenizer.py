@@ -19,15 +19,16 @@ Kind = Literal["bpe", "bytes", "characters"]
 
 @written_to("--output")
 def train_tokenizer(
-    texts: Iterable[str], *, vocab_size: int | None = None, output: str, kind: Kind = "bpe"
+    texts: Iterable[str], *, vocab_size: int | None = None, output: str, kind: Kind = "bpe", allow_fewer: bool = False
 ) -> Tokenizer:
-    """Writes `<output>/tokenizer.json` and returns it loaded; of kind `bpe` it has exactly `vocab_size` entries.
+    """Writes `<output>/tokenizer.json` and returns it loaded; of kind `bpe` it has exactly `vocab_size` entries,
+    or fewer where those are allowed and the texts give no more.
     DataError where another tokenizer is there already; the same one is left as it is."""
     if kind == "characters":
         trained = _of_characters(texts)
     else:
         assert vocab_size or kind == "bytes"
-        trained = _bpe(texts if kind == "bpe" else [], vocab_size or 257, output)
+        trained = _bpe(texts if kind == "bpe" else [], vocab_size or 257, output, allow_fewer)
     path = os.path.join(output, "tokenizer.json")
     tokenizer = Tokenizer(trained.to_str(pretty=True), path=path)
     if tokenizer_file(output):
@@ -52,7 +53,7 @@ def _of_characters(texts: Iterable[str]) -> HfTokenizer:
     return tokenizer
 
 
-def _bpe(texts: Iterable[str], vocab_size: int, output: str) -> HfTokenizer:
+def _bpe(texts: Iterable[str], vocab_size: int, output: str, allow_fewer: bool) -> HfTokenizer:
     trained = HfTokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     trained.decoder = decoders.ByteLevel()
@@ -65,9 +66,9 @@ def _bpe(texts: Iterable[str], vocab_size: int, output: str) -> HfTokenizer:
     )
     trained.train_from_iterator(texts, trainer)
     reached = trained.get_vocab_size()
-    if reached != vocab_size:
+    if reached > vocab_size or (reached < vocab_size and not allow_fewer):
         what = f"the texts give only {reached} entries where vocab_size is {vocab_size}"
         rule = f"the 256 bytes, {END_OF_TEXT}, and pairs that occur in the texts; what is not UTF-8 is left out"
-        remedy = f"train on more text, or set vocab_size to {reached} or less"
+        remedy = f"train on more text, set vocab_size to {reached} or less, or give --allow-fewer"
         raise DataError(Problem(what, rule, remedy, output))
     return trained
