@@ -30,6 +30,10 @@ def test_a_run_from_python_is_that_of_the_command(workshop: Workshop) -> None:
     models = [bloomery.load_model(where, step) for where, step in ((run.folder, 3), (run.checkpoints[3], None))]
     assert torch.equal(models[0](tokens), models[1](tokens))
     assert not torch.equal(bloomery.load_model(str(run.folder))(tokens), models[0](tokens))
+    with pytest.raises(RecipeError, match=r"--device is cpux\. This machine has: cpu"):
+        bloomery.load_model(run.folder, device="cpux")
+    again = bloomery.train(recipe, run_dir=run.folder, device="cpu", start_from=run.checkpoints[3])
+    assert again.metrics["lm loss"].tolist() == run.metrics["lm loss"].tolist()
 
 
 def test_validation_and_shards_and_tokenizers(workshop: Workshop, tmp_path: Path) -> None:
@@ -57,6 +61,10 @@ def test_mistakes_are_errors_with_remedies(workshop: Workshop, tmp_path: Path) -
         bloomery.train(workshop.recipe, "launch.gpus_per_node=2")
     with pytest.raises(RecipeError, match="Pass them to load_recipe"):
         bloomery.train(bloomery.load_recipe(workshop.recipe), "lr.peak=1")
+    with pytest.raises(RecipeError, match=r"validation group vald\. There are: none"):
+        bloomery.samples(workshop.recipe, group="vald")
+    with pytest.raises(DataError, match="tokenizer"):
+        bloomery.load_tokenizer("nope")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = bloomery.nothing
     assert {*bloomery.__all__} <= {*dir(bloomery)}
@@ -66,7 +74,9 @@ def test_importing_it_is_instant_and_every_name_is_there() -> None:
     code = """
 import sys, bloomery
 assert not {"torch", "numpy", "pydantic", "bloomery.api"} & {*sys.modules}
-import bloomery.train.loop
+import bloomery.train.loop, inspect
+assert bloomery.train.__doc__.startswith("Train in this process")
+assert "start_from" in inspect.signature(bloomery.train).parameters
 assert all(callable(getattr(bloomery, name)) for name in bloomery.__all__)
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

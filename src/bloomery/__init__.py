@@ -47,10 +47,17 @@ def __dir__() -> list[str]:
 
 
 class _CallableRoom(ModuleType):
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    __doc__ = property(lambda self: self.__wrapped__.__doc__)
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The function; `inspect.signature` looks here."""
         from bloomery import api
 
-        return getattr(api, self.__name__.rpartition(".")[2])(*args, **options)
+        return getattr(api, self.__name__.rpartition(".")[2])
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.__wrapped__(*args, **options)
 
 
 class _Package(ModuleType):

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.base.errors import Problem, RecipeError
-from bloomery.base.hub import HUB
+from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.check import load_checked_recipe
 
@@ -72,7 +71,7 @@ def train(
     *overrides: str,
     run_dir: AnyPath | None = None,
     device: str | None = None,
-    start_from: str | None = None,
+    start_from: AnyPath | None = None,
     changes: Sequence[str] = (),
     quiet: bool = True,
 ) -> RunFolder:
@@ -88,7 +87,11 @@ def train(
     if (ranks := world_size(recipe)) > 1:
         raise RecipeError(Problem(f"the recipe needs {ranks} ranks", "this process is one", "use `bloomery train`"))
     folder = Path(run_dir) if run_dir else Path("runs") / recipe.name
-    options: dict[str, Any] = {"start_from": start_from, "changes": changes, "import_weights": import_for}
+    options: dict[str, Any] = {
+        "start_from": str(start_from) if start_from else None,
+        "changes": changes,
+        "import_weights": import_for,
+    }
     with prepared_run(recipe, folder, device=pick_device(device), quiet=quiet, **options) as (run, state):
         loop.train(run, state)
     return RunFolder(folder)
@@ -96,7 +99,6 @@ def train(
 
 def open_run(folder: AnyPath) -> RunFolder:
     """What a run has left, also while it trains. DataError if it is no run folder."""
-    from bloomery.base.errors import DataError
     from bloomery.monitor import names
 
     if not (Path(folder) / names.RECIPE_FILE).is_file():
@@ -106,13 +108,12 @@ def open_run(folder: AnyPath) -> RunFolder:
 
 def load_model(path: AnyPath, step: int | None = None, *, device: str = "cpu") -> Transformer:
     """The model of a checkpoint, or of the newest one of a run, or that of `step`: `model(tokens)` gives logits."""
-    import torch
-
+    from bloomery.base.accelerator import pick_device
     from bloomery.checkpoint import load
     from bloomery.checkpoint.folder import CHECKPOINTS, checkpoint_named, find_checkpoint
 
     folder = find_checkpoint(Path(path)) if step is None else checkpoint_named([Path(path) / CHECKPOINTS], str(step))
-    return load.load_model(load.read_checkpoint(folder), device=torch.device(device))
+    return load.load_model(load.read_checkpoint(folder), device=pick_device(device))
 
 
 def load_tokenizer(path: AnyPath) -> Tokenizer:
@@ -120,11 +121,12 @@ def load_tokenizer(path: AnyPath) -> Tokenizer:
     from bloomery.checkpoint.folder import find_checkpoint
     from bloomery.checkpoint.load import read_checkpoint, tokenizer_of
     from bloomery.data.tokenizer import Tokenizer
-    from bloomery.data.tokenizer_files import tokenizer_file
 
-    if str(path).startswith(HUB) or tokenizer_file(str(path)):
+    try:
+        folder = find_checkpoint(Path(path))
+    except DataError:
         return Tokenizer.load(str(path))
-    return tokenizer_of(read_checkpoint(find_checkpoint(Path(path)), tensors=False))
+    return tokenizer_of(read_checkpoint(folder, tensors=False))
 
 
 def _recipe(recipe: Recipe | AnyPath, *overrides: str) -> Recipe:

@@ -8,6 +8,7 @@ from typing import Any, Self
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Stream
 from bloomery.data.open import open_data
@@ -47,5 +48,9 @@ class Samples(Dataset[dict[str, Tensor]]):
     def _opened(self) -> Stream:
         if self._stream is None:
             data = self._closing.enter_context(open_data(self.recipe))
+            if self._group is not None and self._group not in data.validation:
+                known = ", ".join(data.validation) or "none"
+                what = f"there is no validation group {self._group}"
+                raise RecipeError(Problem(what, f"there are: {known}", "name one"))
             self._stream = data.train if self._group is None else data.validation[self._group]
         return self._stream
