@@ -193,6 +193,12 @@ def test_an_imported_model_is_never_lost_in_silence(
     assert losses["new"] == losses["other"] == losses["direct"]
     assert losses["again"][0] < losses["new"][0], "it begins with what the other has learned"
     assert Workshop.events(Path("other"), "start")[0]["step"] == 0
+    longer = ("train", "direct/recipe.yaml", "train.for=5 steps", "lr.decay=24 samples", "--run-dir", "direct")
+    code, _, err = command(*longer, "--device", "cpu", "--quiet")
+    assert code == 0, err
+    for step in (2, 4):
+        code, out, err = command("replay", "direct", "--step", str(step), "--device", "cpu")
+        assert (code, "THE SAME bit for bit" in out) == (0, True), err
     code, _, err = command("train", "new/recipe.yaml", "init.from=gone", "--run-dir", "x", *short)
     assert (code, "there is no complete checkpoint at gone" in err) == (3, True), err
     other = ("model.num_layers=1", "model.norm_eps=1e-3")

@@ -90,7 +90,7 @@ def prepared_run(
             recipe = counted(recipe)
         ledger, taken_over = first_rank_does(ranks, partial(_claim_folder, folder, closing))
         roots = [folder / CHECKPOINTS, folder / LOCAL_CHECKPOINTS]
-        if import_weights and recipe.init:
+        if import_weights and recipe.init and not start_from:
             first_rank_does(ranks, lambda: any(map(step_folders, roots)) or import_weights(folder, recipe))
         past = find_resume_point(recipe, roots, ledger.starts, wanted=start_from, changes=changes, ranks=ranks)
         if wrong := layout_problems(recipe, lambda _: past.state.consumed_samples):

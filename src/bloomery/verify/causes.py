@@ -112,15 +112,16 @@ def compare(run: Path, replay: Path, after: int, step: int, *, exactly: bool) ->
     """Whether they are the same, and that in words: what the run recorded from its checkpoint `after` on, beside what
     the replay did. `exactly`: nothing was changed, so every bit has to be the same."""
     right, mine = recorded(run), recorded(replay / RUN)
+    last = max(mine, default=step)
     rows = [
         (at, name, value, mine.get(at, {}).get(name, math.nan))
         for at in sorted(right)
-        if after < at <= max(mine, default=0)
+        if after < at <= last
         for name, value in right[at].items()
     ]
     if not rows:
         problem = Problem(
-            f"{run} has recorded nothing from step {after + 1} to {max(mine, default=0)}",
+            f"{run} has recorded nothing from step {after + 1} to {last}",
             remedy="choose another --step",
         )
         raise DataError(problem)
