@@ -322,6 +322,8 @@ def test_an_override_that_a_command_does_not_read_is_checked_and_reported(comman
     assert (code, out) == plain[:2]
     assert err == "bloomery: warning: 'lr.peak=1e-3' has no effect: this command does not read lr\n"
     assert refusal(command, "inspect", "model", "tr1-13b", "lr.peak=[]")
+    needed = ("train.evaluate={every: 10 steps, steps: 1}", "data={train: [{path: x}]}", "data.split=90,10")
+    assert "'data.split=90,10' has no effect" not in command("inspect", "model", "tr1-13b", *needed)[2]
 
 
 # ---------------------------------------------------------------- inspect model

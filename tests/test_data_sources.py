@@ -61,8 +61,10 @@ def test_a_text_that_is_one_document_is_split_by_tokens(tmp_path, counting):
     (tmp_path / "one").mkdir()
     shard = ShardReader(make_shard(tmp_path / "one", [np.arange(100)]))
     settings = {"seq_length": 3, "vocab_size": 100, "seed": 0, "split": "90,10", "part": "valid"}
-    with pytest.raises(DataError, match=r"'90,10' of 1 documents leaves none for valid .*Use data.split_by=tokens"):
+    with pytest.raises(DataError, match=r"'90,10' of 1 document leaves none for valid .*Use data.split_by=tokens"):
         CausalSource(shard, **settings)
+    with pytest.raises(DataError, match=r"valid part of 100 tokens in 1 document gives .* or another data\.split\.$"):
+        CausalSource(shard, **settings | {"seq_length": 50}, split_by="tokens")
     parts = [CausalSource(shard, **{**settings, "part": part}, split_by="tokens") for part in ("train", "valid")]
     tokens = [windows(source)[0] for source in parts]
     assert (tokens[0].max(), tokens[1].min(), len(parts[0].stretches(0))) == (86, 90, 1)

@@ -310,8 +310,8 @@ def test_nothing_left_is_an_error_and_an_empty_source_a_note(corpus, tokenizer):
     (corpus / "nothing.jsonl").touch()
     result = make(tokenizer, sources=["corpus/nothing.jsonl", "corpus/b.txt"])
     assert "the source 'corpus/nothing.jsonl' gave no document" in result.notes
-    assert "1 of 2 files have no bytes: corpus/nothing.jsonl" in result.notes
-    message = r"no document is left \(there is no text\); 1 of 1 files have no bytes: corpus/nothing.jsonl. A shard"
+    assert "1 of 2 files without bytes: corpus/nothing.jsonl" in result.notes
+    message = r"no document is left \(there is no text\); 1 of 1 file without bytes: corpus/nothing.jsonl. A shard"
     with pytest.raises(DataError, match=message):
         make(tokenizer, sources=["corpus/nothing.jsonl"])
     with pytest.raises(DataError, match=r"no document is left \(8 short\)|no document is left \(1 empty, 8 short\)"):
@@ -355,7 +355,7 @@ def test_a_manifest_beside_the_files_of_another_shard_is_found(corpus, tokenizer
 def test_json_that_is_no_jsonl_is_noted(corpus, tokenizer):
     for name in ("a.json", "b.JSON.gz"):
         (corpus / name).write_bytes(b'{"text": "x"}\n' if name == "a.json" else gzip.compress(b"{}"))
-    assert "2 .json files were taken for one text each: lines of JSON need the ending .jsonl" in make(tokenizer).notes
+    assert "2 .json files taken for one text each: lines of JSON need the ending .jsonl" in make(tokenizer).notes
 
 
 def test_manifest_missing_broken_or_foreign(corpus, tokenizer):

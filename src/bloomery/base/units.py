@@ -98,6 +98,11 @@ def parse_duration(text: str) -> Duration:
     return Duration(total)
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 document`, `174,736 tokens`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def format_count(count: float) -> str:
     """12_853_386_240 -> '12.85B': three or four significant digits, for people."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):

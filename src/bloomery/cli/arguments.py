@@ -160,10 +160,23 @@ def load(args: argparse.Namespace, *, reads: Collection[str] | None = None, warn
 
     checked = load_checked_recipe(args.recipe, args.overrides, done=partial(done_samples, args))
     idle = [text for text in args.overrides if reads is not None and _section(text) not in reads]
+    idle = [text for text in idle if not _is_needed(args, text)]
     unread = [f"{text!r} has no effect: this command does not read {_section(text)}" for text in idle]
     if warns:
         warn(*checked.warnings, *unread)
     return checked
+
+
+def _is_needed(args: argparse.Namespace, override: str) -> bool:
+    """Whether the recipe is refused without it."""
+    from bloomery.sizing.check import load_checked_recipe
+
+    others = [each for each in args.overrides if each != override]
+    try:
+        load_checked_recipe(args.recipe, others, done=partial(done_samples, args))
+    except BloomeryError:
+        return True
+    return False
 
 
 def run_folder(args: argparse.Namespace, recipe: Recipe) -> Path:

@@ -13,7 +13,7 @@ from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, LostRankError
 from bloomery.base.ranks import started_as
 from bloomery.base.storage import make_folder, open_plain, written_to
-from bloomery.base.units import format_bytes
+from bloomery.base.units import counted, format_bytes
 from bloomery.cli.arguments import add_json, add_overrides, load, show
 from bloomery.launch.doctor import (
     BAD_NODES_FILE,
@@ -73,7 +73,7 @@ def _meet(facts: dict[str, Any]) -> list[tuple[str, Any]]:
         return [own]
     nodes, speeds = ([each[i] for each in found] for i in (0, 1))
     usual = format_bytes(sorted(speeds)[len(speeds) // 2])
-    print(f"{len(nodes)} nodes reach each other with {usual}/s", file=sys.stderr)
+    print(f"{counted(len(nodes), 'node')} reach each other with {usual}/s", file=sys.stderr)
     for rank, speed in slow_links(speeds).items():
         signals.say(f"warning: {nodes[rank][0]} exchanges only {format_bytes(speed)}/s with its neighbours")
     return nodes

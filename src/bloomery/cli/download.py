@@ -14,7 +14,7 @@ from bloomery.base import exit_codes
 from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import write_atomically, written_to
-from bloomery.base.units import format_bytes
+from bloomery.base.units import counted, format_bytes
 from bloomery.cli.arguments import add_json, add_unit, share_text, show, whole_number
 
 if TYPE_CHECKING:
@@ -71,12 +71,14 @@ def _list(args: argparse.Namespace) -> int:
     }
 
     unknown = f"; {facts['without_size']:,} without a size, {facts['without_checksum']:,} without a checksum"
-    return show(args, facts, lambda _: f"{args.output}: {len(found):,} files, {format_bytes(facts['bytes'])}{unknown}")
+    return show(
+        args, facts, lambda _: f"{args.output}: {counted(len(found), 'file')}, {format_bytes(facts['bytes'])}{unknown}"
+    )
 
 
 def _text(result: DownloadResult) -> str:
     line = (
-        f"{result.files:,} files, {format_bytes(result.bytes)} complete ({result.downloaded:,} downloaded, "
+        f"{counted(result.files, 'file')}, {format_bytes(result.bytes)} complete ({result.downloaded:,} downloaded, "
         f"{result.already_there:,} already there), {len(result.failures):,} failed"
     )
     if result.without_checksum:
@@ -100,7 +102,8 @@ def run_extract(args: argparse.Namespace) -> int:
     jobs = args.jobs or len(os.sched_getaffinity(0))
     result = extract(args.sources, args.output, chunks=args.chunks, jobs=jobs, share=args.unit)
     made = f"{args.output}: {share_text(args.unit)}{result.written:,} written, {result.already_there:,} already there"
-    counts = f"{result.input_files:,} files in, {result.chunks:,} out; {result.documents:,} documents in and out"
+    counts = f"{counted(result.input_files, 'file')} in, {result.chunks:,} out"
+    counts += f"; {counted(result.documents, 'document')} in and out"
     where = f". Hashes and counts: {result.manifest}" if result.manifest else ""
     text = f"{made}. {counts}, {format_bytes(result.bytes)}{where}"
     return show(args, asdict(result), lambda _: text)

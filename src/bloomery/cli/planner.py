@@ -15,7 +15,7 @@ from bloomery.base import signals
 from bloomery.base.bounded import read_json
 from bloomery.base.errors import BloomeryError, DataError, LostRankError, Problem, RecipeError
 from bloomery.base.storage import make_folder, write_atomically
-from bloomery.base.units import parse_amount
+from bloomery.base.units import counted, parse_amount
 from bloomery.cli.arguments import (
     add_device,
     add_json,
@@ -250,7 +250,7 @@ def run_scale(args: argparse.Namespace) -> int:
     output = make_folder(args.output or Path("runs") / f"{recipe.name}-scale")
     points: list[dict[str, Any]] = []
     for nodes in sorted(set(args.nodes)):
-        signals.say(f"{nodes} nodes ...")
+        signals.say(f"{counted(nodes, 'node')} ...")
         points.append(measure(recipe, args.recipe, args.overrides, nodes, output, steps=args.steps, strong=args.strong))
     facts = {"recipe": recipe.name, "strong": args.strong, "points": with_efficiency(points)}
     write_atomically(output / _RESULT, json.dumps(facts, indent=1) + "\n")

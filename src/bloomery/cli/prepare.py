@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bloomery.base import exit_codes, signals
 from bloomery.base.doing import Doing, doing
 from bloomery.base.errors import Problem, RecipeError, mask, on_one_line
-from bloomery.base.units import format_bytes, format_count, format_seconds
+from bloomery.base.units import counted, format_bytes, format_count, format_seconds
 from bloomery.cli.arguments import add_json, add_recipe_arguments, add_unit, load, show, whole_number
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run_train(args: argparse.Namespace) -> int:
         how = {"vocab_size": args.vocab_size, "kind": args.kind, "allow_fewer": args.allow_fewer}
         tokenizer = train_tokenizer(texts(), output=args.output, **how)
     text = (
-        f"{args.output}: {tokenizer.vocab_size:,} entries from {len(files):,} files "
+        f"{args.output}: {tokenizer.vocab_size:,} entries from {counted(len(files), 'file')} "
         f"({empty} empty and {bad} unreadable left out), hash {tokenizer.content_hash[:12]}"
     )
     facts = {"folder": args.output, "vocab_size": tokenizer.vocab_size, "files": len(files), "empty": empty}
@@ -143,7 +143,7 @@ def _line(output: str, how: str, manifest: ShardManifest) -> str:
     usual = f"{counts.pop('empty')} empty and {counts.pop('bad')} unreadable documents left out"
     others = "".join(f", {count:,} {reason}" for reason, count in counts.items() if count)
     return (
-        f"{output}: {how}. {manifest.documents:,} documents, {size}, {format_count(manifest.tokens)} tokens "
+        f"{output}: {how}. {counted(manifest.documents, 'document')}, {size}, {format_count(manifest.tokens)} tokens "
         f"({usual}{others})"
     )
 

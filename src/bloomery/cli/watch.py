@@ -18,7 +18,7 @@ from bloomery.base import exit_codes, signals
 from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem, RecipeError, StorageError
 from bloomery.base.storage import append_line, open_plain, reason, writing
-from bloomery.base.units import parse_duration
+from bloomery.base.units import counted, parse_duration
 from bloomery.cli.arguments import add_json, recipe_of_run, show, whole_number
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import AlertsSection, Recipe
@@ -158,5 +158,5 @@ def run_sync(args: argparse.Namespace) -> int:
 
 
 def _sync_text(done: Mapping[str, Sequence[str]], _: object) -> str:
-    lines = [f"{target}: {f'{len(files):,} files' if files else 'nothing new'}" for target, files in done.items()]
+    lines = [f"{target}: {counted(len(files), 'file') if files else 'nothing new'}" for target, files in done.items()]
     return "\n".join(lines)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bloomery.base.errors import DataError, Problem
+from bloomery.base.units import counted
 from bloomery.data.megatron_order import PARTS, Flavour, Part, split_boundaries
 from bloomery.data.order import TimelessOrder
 from bloomery.data.shards import ShardReader
@@ -125,10 +126,11 @@ class ShardSource:
         self.shard, self.part, self.split, self.split_by = shard, part, split, split_by
         self._index_samples()
         if self.num_samples < 1:
-            of = f"{shard.num_tokens} tokens in {shard.num_documents} documents"
+            of = f"{counted(shard.num_tokens, 'token')} in {counted(shard.num_documents, 'document')}"
             what = f"{f'the {part} part of ' * bool(split)}{of} gives no sample"
             rule = f"one takes seq_length + 1 = {seq_length + 1} tokens (bert: two of one document)"
-            remedy = "prepare more text, use a shorter model.seq_length, another data.split or data.split_by=tokens"
+            remedy = "prepare more text or use a shorter model.seq_length"
+            remedy += f" or another data.split{' or data.split_by=tokens' * (split_by != 'tokens')}" * bool(split)
             raise DataError(Problem(what, rule, remedy, f"{shard.prefix}.bin"))
         self.order = TimelessOrder(seed, self.key, self.num_samples)
 
@@ -171,13 +173,11 @@ class ShardSource:
         ends = split_boundaries(self.split, count, self.flavour)
         first, last = ends[PARTS.index(self.part) :][:2]
         if not 0 <= first < last:
-            what = (
-                f"the split '{self.split}' of {count} {self.split_by} leaves none for {self.part} (train, valid, test "
-            )
-            what += f"end at {', '.join(map(str, ends[1:]))})"
-            remedy = (
-                f"use data.split_by=tokens, prepare more documents, or give {self.part} a larger share in data.split"
-            )
+            what = f"the split '{self.split}' of {counted(count, self.split_by[:-1])} leaves none for {self.part} "
+            what += f"(train, valid, test end at {', '.join(map(str, ends[1:]))})"
+            remedy = f"prepare more {self.split_by}, or give {self.part} a larger share in data.split"
+            if self.split_by != "tokens":
+                remedy = f"use data.split_by=tokens, {remedy}"
             raise DataError(Problem(what, "a part that is used needs one", remedy, f"{self.shard.prefix}.idx"))
         return first, last
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.splitmix import GOLDEN, U64, splitmix64
+from bloomery.base.units import counted
 from bloomery.config.recipe import MaskingSection
 from bloomery.data.batch import Batch, ShardSource
 from bloomery.data.order import stream_key
@@ -166,7 +167,8 @@ class MaskedSource(ShardSource):
         self._chance = stream_key(self.seed, f"{self.key}\0masked")
         is_split = self._split_sentences
         if not (shard.num_sequences > shard.num_documents if is_split is None else is_split):
-            what = f"the shard has {shard.num_documents} documents and {shard.num_sequences} sequences"
+            documents, sequences = counted(shard.num_documents, "document"), counted(shard.num_sequences, "sequence")
+            what = f"the shard has {documents} and {sequences}"
             rule = "bert learns the order of sentences, so each sentence must be a sequence of its own"
             remedy = "prepare it again with `split_sentences: true` (Megatron: --split-sentences)"
             raise DataError(Problem(what, rule, remedy, f"{shard.prefix}.idx"))

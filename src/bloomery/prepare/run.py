@@ -20,6 +20,7 @@ import xxhash
 from bloomery import __version__
 from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.base.storage import writing, written_to
+from bloomery.base.units import counted
 from bloomery.config.recipe import PrepareSection
 from bloomery.data import manifest as manifests
 from bloomery.data.manifest import ShardManifest, SourceCount, SourceFile, manifest_path
@@ -245,13 +246,19 @@ class Preparation:
         self._notes += [f"the source '{each.name}' gave no document" for each in manifest.sources if not each.documents]
         self._notes += self._without_bytes()
         if whole := sum(file.stem.endswith(".json") for file in self._files):
-            self._notes += [f"{whole} .json files were taken for one text each: lines of JSON need the ending .jsonl"]
+            self._notes += [
+                f"{counted(whole, '.json file')} taken for one text each: lines of JSON need the ending .jsonl"
+            ]
         return manifest
 
     def _without_bytes(self) -> list[str]:
         """A note, or none."""
         empty = [file.name for file in self._files if not file.size]
-        return [f"{len(empty)} of {len(self._files)} files have no bytes: {first_few(empty)}"] if empty else []
+        return (
+            [f"{len(empty):,} of {counted(len(self._files), 'file')} without bytes: {first_few(empty)}"]
+            if empty
+            else []
+        )
 
     # ---------------------------------------------------------------- what it was made from
 

@@ -11,6 +11,7 @@ from typing import IO, Any, NoReturn
 
 from bloomery.base.bounded import open_regular
 from bloomery.base.errors import BloomeryError, DataError, Problem, first_line, unreadable
+from bloomery.base.units import counted
 
 STDLIB = "python-stdlib"
 """The source that is on every machine: the source files of this Python's standard library."""
@@ -113,7 +114,7 @@ def find_files(sources: Sequence[str], *, outputs: Sequence[str] = (), which: st
         first, last = (int(text) if text else None for text in which.split(":"))
         wanted = {file.number for file in sorted(files, key=lambda file: natural_order(file.path))[first:last]}
         if not wanted:
-            what = f"prepare.files {which!r} takes none of {len(files)} files"
+            what = f"prepare.files {which!r} takes none of {counted(len(files), 'file')}"
             raise DataError(Problem(what, "a shard needs a document", "correct it, or prepare.sources"))
         kept = [file for file in files if file.number in wanted]
         files = [replace(file, number=number) for number, file in enumerate(kept)]
