@@ -28,6 +28,11 @@ def rank_1_dies(arguments: Sequence[str]) -> int:
     return wait_for_ever(arguments)
 
 
+def is_interrupted(arguments: Sequence[str]) -> int:
+    os.kill(os.getpid(), signal.SIGINT)
+    return wait_for_ever(arguments)
+
+
 if __name__ in ("__main__", "__mp_main__"):  # a launcher to be killed, and its ranks
     local.LAST_WORDS_SECONDS = 2.0
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.base import signals
+from bloomery.base import exit_codes, signals
 from bloomery.base.bounded import read_json
 from bloomery.base.errors import BloomeryError, DataError, LostRankError, Problem, RecipeError
 from bloomery.base.storage import make_folder, write_atomically
@@ -141,7 +141,10 @@ def run_calibrate(args: argparse.Namespace) -> int:
         file = folder / "measured.json"
         signals.say("products, attention, copies and links ...")
         words = [str(file), *([args.device] if args.device else [])]
-        if run_local_ranks(device_count(device) or 1, measure_rank, words, preload=["bloomery.parallel.measure"]):
+        code = run_local_ranks(device_count(device) or 1, measure_rank, words, preload=["bloomery.parallel.measure"])
+        if code == exit_codes.INTERRUPTED:
+            return code
+        if code:
             raise LostRankError(Problem("the measurements failed", remedy="see what the processes said above"))
         measured = json.loads(file.read_text())
         data = random_data(folder / "random")

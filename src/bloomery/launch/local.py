@@ -127,7 +127,8 @@ def _be_rank(
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
         threading.Thread(target=_stop_with_launcher, args=(alive,), daemon=True).start()
         code = command(arguments)
-    except KeyboardInterrupt:  # before `command` could answer it
+    except KeyboardInterrupt:  # `command` has not answered it
+        signals.say_once(f"interrupted by {signals.requested}")
         code = exit_codes.INTERRUPTED
     signals.ignore()
     sys.exit(code)

@@ -184,9 +184,9 @@ class StopRules:
         now = time.monotonic()
         if self._signal is None:
             self._signal, self._signalled_at = number, now
-            again = " Ctrl-C again leaves without it." if number == signal.SIGINT else ""
+            again = " Ctrl-C again: no save." if number == signal.SIGINT else ""
             if self.ranks.rank == 0:
-                signals.say(f"{number.name}: stopping after this step, with a save.{again}")
+                signals.say(f"{number.name}: saving and stopping after this step.{again}")
         elif number == signal.SIGINT and now - self._signalled_at > signals.ONE_REQUEST_SECONDS:
             raise signals.Interrupted(number.name)
 
@@ -199,7 +199,7 @@ class StopRules:
         if not request.is_overdue() or (request.insisted is None and is_busy):
             return None
         if request.insisted is not None or not slowest:
-            when = "" if slowest else " before the first step of this job was done"
+            when = "" if slowest else " before the first step was done"
             return exit_codes.INTERRUPTED, f"interrupted by {request.name}{when}, without a save"
         why = self.ranks.waits() or f"nothing has happened for {silent:.0f} s, since step {PULSE.step}"
         return exit_codes.LOST_RANK, f"{request.name} ends this run without a save: {why}. Start again to resume"
