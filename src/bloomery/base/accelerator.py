@@ -164,14 +164,19 @@ def lacks_fp8(device: torch.device) -> str:
     )
 
 
-def matmul_flops(device: torch.device, seconds: float = 0.2, dtype: torch.dtype | None = None) -> float:
+def matmul_flops(
+    device: torch.device,
+    seconds: float = 0.2,
+    dtype: torch.dtype | None = None,
+    product: Callable[[Tensor, Tensor], object] = torch.matmul,
+) -> float:
     """FLOPs per second of a product of two matrices, made again and again for so long. By default of a type at which
     every device is fast."""
     size, usual = (512, torch.float32) if device.type == "cpu" else (8192, torch.float16)
     matrix = torch.randn(size, size, device=device).to(dtype or usual)
 
     def multiply() -> None:
-        torch.matmul(matrix, matrix)
+        product(matrix, matrix)
         synchronize(device)
 
     multiply()  # the first one loads the kernel

@@ -32,6 +32,7 @@ from bloomery.config.load import as_yaml
 from bloomery.config.recipe import Recipe
 from bloomery.data.epochs import counted
 from bloomery.data.open import open_data
+from bloomery.model.linear import _Product
 from bloomery.monitor import names, tracking
 from bloomery.monitor.carbon import Carbon
 from bloomery.monitor.history import Ledger, read_ledger
@@ -174,17 +175,17 @@ def _tracked(recipe: Recipe, folder: Path, closing: ExitStack) -> Iterator[str]:
 
 def _slow_precision(recipe: Recipe, device: torch.device) -> str:
     """A warning if this device was not made for it."""
-    is_fp16_fast = device.type != "cpu"
-    if recipe.precision == "fp8":
-        return "" if is_fp16_fast else "8-bit products are emulated on a CPU, as slowly as that is"
-    if is_fast_in_bf16(device) or recipe.precision == "fp32" or (recipe.precision == "fp16" and is_fp16_fast):
+    precision, is_fp8 = recipe.precision, recipe.precision == "fp8"
+    if precision == "fp32" or (device.type != "cpu" and precision in ("fp8", "fp16")):
         return ""
-    speed, of_fp32 = (matmul_flops(device, 0.05, dtype) for dtype in (DTYPES[recipe.precision], torch.float32))
+    if not is_fp8 and is_fast_in_bf16(device):
+        return ""
+    of_fp32 = matmul_flops(device, 0.05, torch.float32)
+    speed = matmul_flops(device, 0.05, DTYPES[precision], _Product.apply if is_fp8 else torch.matmul)
     if (factor := of_fp32 / speed) < _SLOW_PRECISION:
         return ""
-    return (
-        f"matrix products in {recipe.precision} take {factor:.1f} times as long as in fp32 here; precision=auto is fp32"
-    )
+    auto = "bf16" if is_fast_in_bf16(device) else "fp32"
+    return f"matrix products in {precision} take {factor:.1f} times as long as in fp32 here; precision=auto is {auto}"
 
 
 def _claim_folder(folder: Path, closing: ExitStack) -> tuple[Ledger, str]:
