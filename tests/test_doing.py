@@ -1,6 +1,7 @@
 """Whatever takes long says what it is doing, and disturbs nothing by it."""
 
 import contextlib
+import importlib
 import os
 import pty
 import re
@@ -68,7 +69,7 @@ def test_a_worker_says_nothing_and_no_file_gets_what_is_said(tmp_path: Path) -> 
         assert file.read_text() == "whole"
 
 
-def test_a_text_that_changes_is_said_again_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_changes_is_said_again_every_ten_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr(doing, "FIRST_SECONDS", 2.0)
     monkeypatch.setattr(doing, "is_quiet", False)  # as an earlier test of this process may have wanted
@@ -80,3 +81,7 @@ def test_a_text_that_changes_is_said_again_every_ten_seconds(monkeypatch: pytest
             work.what = "1%" if second < now + 10 else "50%"
             said.append([line for line in doing.lines_due() if "%" in line])
     assert said == [[], [], ["1%"], [], ["50%"], [], []]
+    (tmp_path / "brief.py").write_text("from bloomery.base import doing\nsaid = doing.lines_due()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(doing.time, "monotonic", lambda: now + 90.0)  # long after the last look
+    assert importlib.import_module("brief").said == []

@@ -87,8 +87,8 @@ def _has_bar(work: Doing) -> bool:
 def lines_due() -> list[str]:
     """What is to be said now. Called by the guard again and again."""
     lines, now = [], time.monotonic()
-    _imports.what = _imported()
-    if not _imports.what:
+    before, _imports.what = _imports.what, _imported()
+    if not (before and _imports.what):  # from its first sight on: the guard may have waited for seconds
         _imports.due, _imports.said = now + FIRST_SECONDS, ""
     for work in (*_now, _imports):
         if now < work.due or is_quiet or _has_bar(work):
