@@ -465,6 +465,11 @@ def test_a_tiktoken_file_gives_the_ids_of_tiktoken(folder, tmp_path, monkeypatch
 def test_tokenizers_of_bytes_and_of_characters(tmp_path, command):
     (tmp_path / "a.txt").write_text("To be,\nor not é")
     words = ("tokenizer", "train", str(tmp_path / "a.txt"), "--output")
+    (tmp_path / "list.json").write_text('[{"text": "a"}]')
+    lines = command(
+        "tokenizer", "train", str(tmp_path / "list.json"), "--kind", "bytes", "--output", str(tmp_path / "j")
+    )
+    assert "1 .json file taken for one text each: lines of JSON need the ending .jsonl" in lines[2]
     assert command(*words, str(tmp_path / "b"), "--kind", "bytes")[0] == 0
     assert command(*words, str(tmp_path / "c"), "--kind", "characters")[0] == 0
     of_bytes, of_characters = (Tokenizer.load(str(tmp_path / name)) for name in "bc")

@@ -71,8 +71,10 @@ def parse_amount(text: str, *, units: tuple[AmountUnit, ...] = ("steps", "sample
     match = _AMOUNT.match(text.strip())
     if not match:
         rule = f"an amount is a number and a unit, such as {wanted}"
+        if "%" in text:
+            rule += "; percent is no unit"
         if "epoch" in text:
-            rule += "; epochs are a length for train.for: `2 epochs`, `2 epochs of SOURCE`"
+            rule += "; epochs are a length for train.for: `2 epochs`, `2 epochs of SOURCE`, whole ones only"
         raise ValueError(rule)
     number, multiplier, unit = match.groups()
     unit = unit.rstrip("s") + "s"

@@ -15,7 +15,7 @@ from bloomery.base import exit_codes, signals
 from bloomery.base.doing import Doing, doing
 from bloomery.base.errors import Problem, RecipeError, mask, on_one_line
 from bloomery.base.units import counted, format_bytes, format_count, format_seconds
-from bloomery.cli.arguments import add_json, add_recipe_arguments, add_unit, load, show, whole_number
+from bloomery.cli.arguments import add_json, add_recipe_arguments, add_unit, load, show, warn, whole_number
 
 if TYPE_CHECKING:
     from bloomery.data.manifest import ShardManifest
@@ -37,7 +37,7 @@ def add_arguments_train(parser: argparse.ArgumentParser) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     from bloomery.prepare.read import UnitReader, plan_units
-    from bloomery.prepare.sources import find_files
+    from bloomery.prepare.sources import find_files, not_lines
     from bloomery.prepare.train_tokenizer import train_tokenizer
 
     if (args.vocab_size is None) == (args.kind == "bpe"):
@@ -46,6 +46,7 @@ def run_train(args: argparse.Namespace) -> int:
         rule = "bpe needs it; characters and bytes have a size of their own"
         raise RecipeError(Problem(f"--vocab-size {what}", rule, remedy, "command line"))
     files = find_files(args.sources)
+    warn(*not_lines(files))
     empty = bad = 0
 
     def texts() -> Iterator[str]:

@@ -59,14 +59,23 @@ def _amount_or_duration(*units: AmountUnit) -> Callable[[Any], Any]:
     return parse
 
 
+def _split(value: Any) -> str:
+    text = str(value)  # one part alone is a number in YAML
+    if re.fullmatch(rf"{_SHARE}([,/]\s*{_SHARE}){{0,2}}", text):
+        return text
+    parts = re.findall(_SHARE, text)
+    example = ",".join(parts) if 1 < len(parts) <= 3 else "90,10"
+    raise ValueError(f"must be one to three numbers, such as '{example:.60}'")
+
+
+_SHARE = r"[0-9]{1,50}(?:\.[0-9]+)?"
 _AS_TEXT = PlainSerializer(str, return_type=str)
 Size = Annotated[int, Field(gt=0, le=10**9)]
 """A whole number of things; the limit only keeps nonsense out of later arithmetic: torch counts bytes in 63 bits."""
 PathText = Annotated[str, Field(min_length=1)]
 SplitText = Annotated[
     str,
-    BeforeValidator(lambda value: str(value) if type(value) in (int, float) else value),  # one part alone, in YAML
-    Field(pattern=r"^[0-9]{1,50}(\.[0-9]+)?([,/]\s*[0-9]{1,50}(\.[0-9]+)?){0,2}$"),
+    BeforeValidator(_split),
 ]
 AnyAmount = Annotated[Amount, BeforeValidator(_amount("steps", "samples", "tokens", positive=False)), _AS_TEXT]
 Length = Annotated[Amount | Epochs, BeforeValidator(_length), _AS_TEXT]

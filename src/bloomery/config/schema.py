@@ -35,7 +35,10 @@ _ELSEWHERE = {
     )
     for name in names.split()
 } | {
-    "dp": "it follows from the ranks: launch.nodes x launch.gpus_per_node / (parallel.tp x parallel.pp x parallel.cp)",
+    **dict.fromkeys(
+        ("dp", "data_parallel", "data_parallel_size", "parallel.ddp"),
+        "it follows from the ranks: launch.nodes x launch.gpus_per_node / (parallel.tp x parallel.pp x parallel.cp)",
+    ),
     **dict.fromkeys(
         ("run_dir", "output_dir", "checkpoint.dir"), "the folder of a run is --run-dir on the command line"
     ),
@@ -53,7 +56,7 @@ class FieldSpec:
 
     @property
     def meaning(self) -> str:
-        return (self.info.description or "").rstrip(".")
+        return " ".join((self.info.description or "").split()).rstrip(".")
 
     @property
     def options(self) -> list[str]:
@@ -165,7 +168,10 @@ def _problem(path: tuple[str, ...], item: Any, place: str) -> Problem:
         rule = "must be a section with fields of its own"
         remedy = f"its fields: {', '.join(name.rpartition('.')[2] for name in inner)}" if inner else remedy
     elif kind == "list_type":
-        rule = f"must be a list, such as [{value}]" if isinstance(value, str | int | float) else "must be a list"
+        example = re.search(r"such as '(.+?)'", meaning)
+        rule = "must be a list"
+        if example or isinstance(value, str | int | float):
+            rule += f", such as [{example[1] if example else value}]"
     elif isinstance(value, str) and (guess := closest(value, options, cutoff=0.5)):
         remedy = f"did you mean {guess}?"
     return Problem(f"{dotted} is {shown(value)}", rule, remedy, place)

@@ -33,7 +33,7 @@ from bloomery.prepare.merge import Merge
 from bloomery.prepare.parts import PartsFolder, ShardPart
 from bloomery.prepare.pool import worker_pool
 from bloomery.prepare.read import Block, Span, Unit, UnitReader, hash_span, plan_units
-from bloomery.prepare.sources import find_files
+from bloomery.prepare.sources import find_files, not_lines
 from bloomery.prepare.tokenize import (
     ALWAYS,
     DUPLICATE,
@@ -245,10 +245,7 @@ class Preparation:
         manifest.write(output)
         self._notes += [f"the source '{each.name}' gave no document" for each in manifest.sources if not each.documents]
         self._notes += self._without_bytes()
-        if whole := sum(file.stem.endswith(".json") for file in self._files):
-            self._notes += [
-                f"{counted(whole, '.json file')} taken for one text each: lines of JSON need the ending .jsonl"
-            ]
+        self._notes += not_lines(self._files)
         return manifest
 
     def _without_bytes(self) -> list[str]:

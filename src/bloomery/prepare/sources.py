@@ -121,6 +121,13 @@ def find_files(sources: Sequence[str], *, outputs: Sequence[str] = (), which: st
     return files
 
 
+def not_lines(files: Sequence[InputFile]) -> list[str]:
+    """A note, or none."""
+    whole = sum(file.stem.endswith(".json") for file in files)
+    note = f"{counted(whole, '.json file')} taken for one text each: lines of JSON need the ending .jsonl"
+    return [note] if whole else []
+
+
 def _find(source: str) -> list[InputFile]:
     if source == STDLIB:
         folder = sysconfig.get_paths()["stdlib"]
