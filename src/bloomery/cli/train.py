@@ -11,7 +11,7 @@ from typing import Any
 from bloomery.base import doing, exit_codes
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.ranks import Started, started_as
-from bloomery.base.signals import Interrupted
+from bloomery.base.signals import Interrupted, job_seconds
 from bloomery.cli.arguments import add_device, add_recipe_arguments, done_samples, load, run_folder
 from bloomery.cli.hf import import_for
 from bloomery.config.recipe import Recipe
@@ -68,12 +68,16 @@ def run(args: argparse.Namespace) -> int:
     stopped = None
     with ExitStack() as closing:
         closing.push(lambda kind, *_: stopped is not None and kind is Interrupted)  # everything is saved by then
+        starting = closing.enter_context(ExitStack())
         if started is not None:
             from bloomery.parallel.ranks import joined
 
+            work = starting.enter_context(doing.doing(f"preparing {started.size} ranks"))
+            work.due -= job_seconds()  # the launcher has waited before
             device = device_of_rank(device, started.local_rank, started.local_size)
             options["ranks"] = closing.enter_context(joined(started, device))
         prepared, state = closing.enter_context(prepared_run(recipe, folder, device=device, **options))
+        starting.close()
         if prepared.ranks.rank == 0 and (plan := _plan(prepared.recipe, device_name(device))):
             prepared.journal.event(Event.PLAN, state.step, **plan)
         stopped = train(prepared, state)
