@@ -32,7 +32,7 @@ def apply_fsdp(model: Transformer, mesh: Mesh, *, zero: int, dtype: torch.dtype)
         fully_shard(block, mesh=mesh.data, mp_policy=policy, reshard_after_forward=zero == 3)
     # What is left, embedding and head, is needed at both ends of a pass: gathered once.
     fully_shard(model, mesh=mesh.data, mp_policy=policy, reshard_after_forward=False)
-    # By itself FSDP goes on from the first block to the last one of the micro-batch before, and gathers that in vain.
+    # FSDP's own prefetch also gathers, after the first block, the last one of the micro-batch before: in vain.
     blocks = [cast(FSDPModule, each) for each in model.layers.values()]
     for each, before in zip(blocks, [cast(FSDPModule, model), *blocks], strict=False):
         each.set_modules_to_backward_prefetch([before])
